@@ -11,6 +11,12 @@ TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 # Two processes at most: tests start many themselves. A file is run by one of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Lint runs beside the tests, and what it says comes after them: red if either is.
+BESIDE_LINT = @$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
+	run() { echo "$$*"; "$$@"; tests=$$?; wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint)); }; run
+# Tests of programs for people, and not of loading. CI runs them too.
+COMMANDS := tests/bench tests/cli
+WITHOUT_COMMANDS := $(COMMANDS:%=--ignore %)
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
@@ -18,7 +24,7 @@ MATRIX_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-all test-integrations test-matrix lint bench gpu soak clean
+.PHONY: help demo test test-fast test-all test-bench test-integrations test-matrix lint bench gpu soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
@@ -34,14 +40,17 @@ help: ## Show this list
 demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
 
-test: lint ## Lint, check types, run the tests: about 10 minutes on two cores (PYTEST_ARGS=...)
-	$(PYTEST) $(PYTEST_ARGS)
+test: $(VENV)/.stamp-test ## Lint, check types, run the tests of the loader: every claim, a sample of random runs (PYTEST_ARGS=...)
+	$(BESIDE_LINT) $(PYTEST) $(WITHOUT_COMMANDS) $(PYTEST_ARGS)
 
-test-fast: lint ## The same without tests that start interpreters: under 3 minutes on two cores
-	$(PYTEST) $(FAST) $(PYTEST_ARGS)
+test-fast: $(VENV)/.stamp-test ## The same without tests that start interpreters
+	$(BESIDE_LINT) $(PYTEST) $(FAST) $(PYTEST_ARGS)
 
-test-all: lint ## The same with the long tests: programs killed, confined and interrupted
-	SHMLOADER_LONG=1 $(PYTEST) $(PYTEST_ARGS)
+test-bench: $(VENV)/.stamp-test ## The tests of benchmarks and of the command line
+	$(PYTEST) $(COMMANDS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.stamp-test ## All tests, with all random runs and the long ones: programs killed, confined, interrupted
+	$(BESIDE_LINT) env SHMLOADER_LONG=1 $(PYTEST) $(PYTEST_ARGS)
 
 # An environment of its own, so that `make test` needs none of these libraries.
 test-integrations: ## The tests with accelerate, Trainer, Lightning, ignite, PyG, MONAI and others

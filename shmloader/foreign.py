@@ -25,6 +25,7 @@ _HUGGING_FACE: _Names = {
     "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
 }
 _TABLE_IN_MEMORY: _Names = {"datasets.table": ("InMemoryTable",)}
+_TABLES: _Names = {"datasets.table": ("ConcatenationTable",)}
 
 
 def loaded_classes(names: _Names) -> tuple[type, ...]:
@@ -59,5 +60,7 @@ def is_hugging_face(value: Any) -> bool:
 
 
 def is_table_in_memory(value: Any) -> bool:
-    """Whether a value is a Hugging Face dataset's Arrow table, not mapped from files."""
+    """Whether a value is a Hugging Face dataset's Arrow table, no part of which is mapped from a file."""
+    if _is_one(value, _TABLES):
+        return all(is_table_in_memory(block) for blocks in value.blocks for block in blocks)
     return _is_one(value, _TABLE_IN_MEMORY)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from shmloader import torch_private
-from shmloader.failures.bad_samples import LEFT_OUT, Reported, count, take_report, warn_of_bad_samples
+from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts, warn_of_bad_samples
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.samplers import generator_states, states_if_drawn
 from shmloader.resume import Pass
@@ -138,12 +138,13 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken()
             self._counters.failures += 1
-            count(self._dataset_fetcher.take_bad_samples(), self._counters)
+            told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
+            self._counters.of(ReportCounts).take(told, self._counters.batches)
             raise
-        if type(batch) is not Reported:
+        if type(batch) is not Report:
             return batch
         self._report = batch.stream
-        return take_report(batch, self._counters)
+        return self._counters.of(ReportCounts).take(batch, self._counters.batches)
 
     def _note_taken(self) -> None:
         if self._stream is not None:

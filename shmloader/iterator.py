@@ -21,7 +21,7 @@ from shmloader import torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
-from shmloader.failures.bad_samples import LEFT_OUT, count, take_report, warn_of_bad_samples
+from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts, warn_of_bad_samples
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.epoch_prefetch import next_epoch_for
@@ -35,7 +35,7 @@ from shmloader.slots import Place, PlaceTable
 from shmloader.slots.place import MAKING
 from shmloader.statistics import Counters
 from shmloader.store_hooks import hooks
-from shmloader.wire.records import FAILED, REPORTED
+from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetcher import FetchRules
@@ -95,7 +95,7 @@ class SlotIterator(torch_private.OwnOrder):
             )
             self._delivery = self._make_delivery(device)
             next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
-            self._scheduler = Scheduler(loader, self._index_sampler, exchange, auto, next_epoch)
+            self._scheduler = Scheduler(settings, exchange, auto, next_epoch)
             self._begin(one_pass)
             self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
         except BaseException:
@@ -321,14 +321,12 @@ class SlotIterator(torch_private.OwnOrder):
                 finish_copy = finish_copy or delivery.begin(place, flags, anchor, header)
             batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor
-            if flags & FAILED:
-                report = batch.stream
-                self._counters.failures += 1
-                count(batch.bad_samples, self._counters)
-                raise self._lifecycle.expect(restore(batch))
             if flags & REPORTED:
-                report = batch.stream
-                batch = take_report(batch, self._counters)
+                told, report = batch, batch.stream
+                batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
+                if told.error:
+                    self._counters.failures += 1
+                    raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
                     self._take(position, worker_id, report)
                     return batch

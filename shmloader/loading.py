@@ -25,7 +25,6 @@ from shmloader.settings import THREAD, Settings
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_fallback import check_resumable, must_load_as_torch
-from shmloader.torch_features import Feature, is_missing
 from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -108,7 +107,6 @@ class Loading:
         closes, loaded = self.closes, _loaded_state(loader)
         if loader.num_workers:
             loader.check_worker_number_rationality()
-            is_missing(Feature.COLLATION)
             if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
                 self.auto = auto_for(loader, self.auto)
         settings = Settings.of(loader)
@@ -191,19 +189,19 @@ class Loading:
         if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
             return counted
         if not self.states.begun:
-            check_resumable(loader.num_workers)
-        return self.states.state(Settings.of(loader), _loaded_state(loader))
+            check_resumable(loader.dataset, loader.num_workers)
+        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
 
     def state_after_epoch(self, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
         loader = self.loader()
-        return self.states.state_after_epoch(Settings.of(loader), _loaded_state(loader), epoch)
+        return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         loader = self.loader()
         if state != {}:  # None is refused, {} is an empty state
-            check_resumable(loader.num_workers)
+            check_resumable(loader.dataset, loader.num_workers)
             its_own = getattr(loader, "set_epoch", self.set_epoch)
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
             _waiting.add(loader)

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
-from shmloader.torch_features import Feature, missing_message, why_missing
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
@@ -64,11 +63,6 @@ def dispatch_of(dispatch: Dispatch | None, num_workers: object) -> Dispatch:
     if dispatch is None:
         return DYNAMIC if isinstance(num_workers, AutoCount) else STATIC
     return dispatch
-
-
-def is_dynamic(loader: Any) -> bool:
-    """Whether a loader has dynamic dispatch, by its attributes as they are now."""
-    return loader.dispatch == DYNAMIC or isinstance(loader.num_workers, AutoCount)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +269,6 @@ def check_workers(options: Any, dataset: object, context: object) -> None:
     if options.worker_type != THREAD:
         _check_context(context)
         return
-    if why_missing(Feature.THREADS) is not None:
-        raise NotImplementedError(missing_message(Feature.THREADS))
     if context is not None:
         raise ValueError(
             f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from shmloader.messages import shown
 
 _LEAST_WAIT = 0.1  # share of the time; if next() waited for less, more workers could not help much
 _MOST_BAD_SAMPLES = 3  # that a table shows
+_Counts = TypeVar("_Counts")
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,11 @@ def _size(nbytes: int) -> str:
 
 @dataclass
 class Counters:
-    """The counters of one loader, shared by its iterators; main process only. See `LoaderStatistics`."""
+    """The counters of one loader, shared by its iterators; main process only.
+
+    An owner keeps its counts in a dataclass of its own, which it gets by `of` and which only it writes. Names
+    are those of `LoaderStatistics`, with ``_ns`` for nanoseconds in place of ``_s``.
+    """
 
     batches: int = 0
     failures: int = 0
@@ -286,11 +291,6 @@ class Counters:
     spilled_nbytes: int = 0
     detached: int = 0
     pin_copies: int = 0
-    bad_samples: int = 0
-    bad_sample_list: list[BadSample] = field(default_factory=list)
-    sites: dict[tuple[str, str], PlacedSite] = field(default_factory=dict)
-    batches_left_out: int = 0
-    batches_one_by_one: int = 0
     worker_restarts: int = 0
     tasks_ahead: int = 0
     epochs_prefetched: int = 0
@@ -304,15 +304,13 @@ class Counters:
     workers_wait_for_slots_ns: int = 0
     torchs_way: bool = False
     warned_of_spills: bool = False
-    warned_of_bad_samples: bool = False
     warned_of_copies: bool = False
-    left_out_in_a_row: int = 0
-    left_out_after: int = 0  # `batches` when that row began
     began_ns: int = 0  # the moment at which the present epoch began
     last_next_ns: int = 0  # and that at which `next()` last returned a batch
     earlier_ns: int = 0  # time in the loop, in epochs before it
     waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
     workers_are_new: bool = False  # they were started for this epoch
+    _owned: dict[type, Any] = field(default_factory=dict)
 
     def begin_epoch(self, *, starts: bool = False) -> None:
         """Count the time in the loop from now on; time outside of epochs does not count.
@@ -342,20 +340,21 @@ class Counters:
         if self.workers_are_new:
             self.wait_for_starts_ns += max(0, waited_ns - made_ns)
 
-    def note_placed(self, sites: Iterable[PlacedSite]) -> None:
-        """Take what a worker reports of its sites; all workers run the same code."""
-        self.sites.update({(site.call, site.where): site for site in sites})
+    def of(self, kind: type[_Counts]) -> _Counts:
+        """This loader's object of one owner's dataclass of counts."""
+        counts: _Counts = self._owned.setdefault(kind, kind())
+        return counts
 
     def figures(self) -> dict[str, Any]:
-        """The fields of `LoaderStatistics` that are counted here, nanoseconds as seconds."""
-        found: dict[str, Any] = vars(self) | {"iterating_ns": self.iterating_ns}
-        found["bad_sample_list"] = tuple(self.bad_sample_list)
-        found["placed_sites"] = tuple(self.sites.values())
+        """The fields of `LoaderStatistics` that are counted, all owners' together."""
+        found: dict[str, Any] = {"iterating_ns": self.iterating_ns, **vars(self)}
+        for counts in self._owned.values():
+            found |= vars(counts)
         for name in [name for name in found if name.endswith("_ns")]:
             found[name.removesuffix("_ns") + "_s"] = found[name] / 1e9
         return {one.name: found[one.name] for one in fields(LoaderStatistics) if one.name in found}
 
     @property
     def iterating_ns(self) -> int:
-        """See `LoaderStatistics.iterating_s`."""
+        """Nanoseconds from ``iter()`` to the last ``next()`` so far, summed over the epochs."""
         return self.earlier_ns + self.last_next_ns - self.began_ns

@@ -7,7 +7,18 @@ from typing import Any
 from shmloader.errors import ResumeError, warn_once
 from shmloader.memory import why_unavailable
 from shmloader.settings import AUTO, OWN_DEFAULTS, AutoCount
-from shmloader.torch_features import Feature, missing_message, why_missing
+from shmloader.torch_private import unavailable, why_missing
+
+_SLOTS = "loading through shared-memory slots"
+
+
+def why_as_torch(dataset: object, num_workers: int) -> str:
+    """The sentence that tells why a loader has to load as torch's own does; "" if it need not."""
+    if (lack := why_missing(dataset)) is not None:
+        return unavailable(_SLOTS, lack)
+    if num_workers and (lack := why_unavailable()) is not None:
+        return f"shmloader: {_SLOTS} is not available on this platform: {lack}."
+    return ""
 
 
 def must_load_as_torch(loader: Any) -> bool:
@@ -18,12 +29,10 @@ def must_load_as_torch(loader: Any) -> bool:
     Raises:
         NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
     """
-    if why_missing(Feature.SLOTS) is not None:
-        text = missing_message(Feature.SLOTS)
-    elif loader.num_workers and (lack := why_unavailable()) is not None:
-        text = missing_message(Feature.SLOTS, lack)
-    else:
+    why = why_as_torch(loader.dataset, loader.num_workers)
+    if not why:
         return False
+    text = f"{why} The loader loads as torch's DataLoader does, and the batches are the same."
     if loader.shard == AUTO:
         raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
     if ignored := options_asked_for(loader):
@@ -32,17 +41,16 @@ def must_load_as_torch(loader: Any) -> bool:
     return True
 
 
-def check_resumable(num_workers: int) -> None:
-    """Refuse states for a loader with so many workers, if they cannot be made.
+def check_resumable(dataset: object, num_workers: int) -> None:
+    """Refuse states for a loader of this dataset with so many workers, if they cannot be made.
 
     Raises:
         ResumeError: With the reason.
     """
-    lack = why_missing(Feature.SLOTS) or (why_unavailable() if num_workers else None)
-    if lack is not None:
+    if why := why_as_torch(dataset, num_workers):
         raise ResumeError(
-            "torch's own iterator loads here, which does not record how far the program has come: "
-            f"{lack}. With num_workers=0 and a torch that shmloader knows there is a state."
+            f"torch's own iterator loads here, which does not record how far the program has come. {why} "
+            "With num_workers=0 and a torch that shmloader knows there is a state."
         )
 
 

@@ -1,14 +1,13 @@
 """Private and movable names of torch: the only module that uses them.
 
 torch offers these in no public way. They were written against torch 2.13; `make test-matrix` tries 2.6
-and 2.14 too. If another torch lacks a name, the one feature that needs it is disabled (`torch_features`).
-Everything else in shmloader uses torch's public interface.
+and 2.14 too. Where another torch lacks a name that loading needs, loaders load torch's own way
+(`torch_fallback`), with `why_missing` as the reason. All else in shmloader uses torch's public interface.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import functools
 import importlib
@@ -23,7 +22,29 @@ import torch
 import torch.utils.data
 from torch.autograd import profiler
 
-from shmloader.torch_features import Feature, disable, find, find_function, why_missing
+_missing: list[str] = []  # reasons
+_missing_for_datapipes: list[str] = []
+
+
+def why_missing(dataset: object = None) -> str | None:
+    """The reason why this torch has no slots to load a dataset through; None if it has all that is needed."""
+    found = _missing + _missing_for_datapipes * isinstance(dataset, DATAPIPES)
+    return found[0] if found else None
+
+
+def unavailable(what: str, why: str) -> str:
+    """A sentence on a part of shmloader that this torch lacks something for."""
+    return f"shmloader: {what} is not available with torch {torch.__version__} (2.13 has it), because {why}."
+
+
+def _find(module: str, name: str, default: Any = None, reasons: list[str] = _missing) -> Any:
+    """Look up a name of torch; if it is missing, note it as a reason and give the default."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        reasons.append(f"it has no {module}.{name}")
+        return default
+
 
 # --- iterators
 
@@ -44,28 +65,25 @@ if TYPE_CHECKING:
     BaseIterator = dataloader._BaseDataLoaderIter
     SingleProcessIterator = dataloader._SingleProcessDataLoaderIter
 else:
-    BaseIterator = find(Feature.SLOTS, _DATALOADER, "_BaseDataLoaderIter", object)
-    SingleProcessIterator = find(Feature.SLOTS, _DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
+    BaseIterator = _find(_DATALOADER, "_BaseDataLoaderIter", object)
+    SingleProcessIterator = _find(_DATALOADER, "_SingleProcessDataLoaderIter", BaseIterator)
 
 
 def _check_iterator() -> None:
-    """Disable the slots if torch's iterators lack an attribute that ours need."""
-    if why_missing(Feature.SLOTS) is not None:
+    """Note whether torch's iterators lack an attribute that ours need."""
+    if _missing:
         return
     try:
         # With its own generator: the global one must not be drawn from.
         dataset: Any = [0]
         iterator = BaseIterator(torch.utils.data.DataLoader(dataset, generator=torch.Generator()))
     except Exception as error:  # noqa: BLE001 - the constructor of an unknown torch
-        disable(Feature.SLOTS, f"{_DATALOADER}._BaseDataLoaderIter(loader) raises {error!r}")
+        _missing.append(f"{_DATALOADER}._BaseDataLoaderIter(loader) raises {error!r}")
         return
     absent = [name for name in _ITERATOR_ATTRIBUTES if not hasattr(iterator, name)]
     if absent:
-        disable(Feature.SLOTS, f"its iterators have no attribute {', '.join(absent)}")
+        _missing.append(f"its iterators have no attribute {', '.join(absent)}")
 
-
-with torch.device("cpu"):  # whatever the program's default device is
-    _check_iterator()
 
 _workers_iterator = getattr(torch.utils.data.dataloader, "_MultiProcessingDataLoaderIter", None)
 _put_index = getattr(_workers_iterator, "_try_put_index", None)
@@ -75,10 +93,10 @@ LIMITS_TASKS = "_workers_num_tasks" in getattr(getattr(_put_index, "__code__", N
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
 
-if GET_ITERATOR not in getattr(
-    getattr(torch.utils.data.DataLoader.__iter__, "__code__", None), "co_names", ()
-):
-    disable(Feature.INSTALL, f"its DataLoader.__iter__ does not call {GET_ITERATOR}()")
+_iter_code = getattr(torch.utils.data.DataLoader.__iter__, "__code__", None)
+_is_called = GET_ITERATOR in getattr(_iter_code, "co_names", ())
+WHY_NOT_INSTALLED = "" if _is_called else f"its DataLoader.__iter__ does not call {GET_ITERATOR}()"
+"""The reason why `install` has no effect on torch's class, or ""."""
 
 
 class OwnOrder(BaseIterator):
@@ -110,15 +128,17 @@ def drop_iterator(loader: Any) -> None:
 
 # --- DataPipes
 
-sharding_worker_init_fn = find_function(Feature.DATAPIPES, _DATALOADER, "_sharding_worker_init_fn")
+_find_for_datapipes = functools.partial(_find, reasons=_missing_for_datapipes)
+_GRAPH_SETTINGS = "torch.utils.data.graph_settings"
+
+sharding_worker_init_fn = _find_for_datapipes(_DATALOADER, "_sharding_worker_init_fn")
 """Shards torch's DataPipes over ranks and workers before the user's ``worker_init_fn`` runs."""
 
-_GRAPH_SETTINGS = "torch.utils.data.graph_settings"
-apply_sharding = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_sharding")
+apply_sharding = _find_for_datapipes(_GRAPH_SETTINGS, "apply_sharding")
 """Does the same without workers."""
 
-_share_dist_seed = find_function(Feature.DATAPIPES, _DATALOADER, "_share_dist_seed")
-_apply_random_seed = find_function(Feature.DATAPIPES, _GRAPH_SETTINGS, "apply_random_seed")
+_share_dist_seed = _find_for_datapipes(_DATALOADER, "_share_dist_seed")
+_apply_random_seed = _find_for_datapipes(_GRAPH_SETTINGS, "apply_random_seed")
 
 DATAPIPES: tuple[type, ...] = tuple(
     getattr(torch.utils.data, name)
@@ -139,13 +159,11 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
 
 _COLLATE = "torch.utils.data._utils.collate"
 
-collate_fn_map: dict[Any, Callable[..., Any]] = find(
-    Feature.COLLATION, _COLLATE, "default_collate_fn_map", {}
-)
+collate_fn_map: dict[Any, Callable[..., Any]] = _find(_COLLATE, "default_collate_fn_map", {})
 """The map that torch's ``default_collate`` reads at each call (public, but in a private package). Workers
 change it so that a user's ``collate_fn`` built on ``default_collate`` collates into the slot too."""
 
-collate_tensor_fn = find_function(Feature.COLLATION, _COLLATE, "collate_tensor_fn")
+collate_tensor_fn = _find(_COLLATE, "collate_tensor_fn")
 
 SAME_AS_TORCHS: list[Any] = []
 """Functions of `shmloader.worker.collate` that join samples as torch's own do, and may stand in its map."""
@@ -166,7 +184,7 @@ def collate_map_is_pristine() -> bool:
     global _pristine  # noqa: PLW0603 - there is one map
     if collate_fn_map == _pristine:
         return True
-    if why_missing(Feature.COLLATION) is not None or not collate_fn_map.keys() >= _KNOWN_KEYS:
+    if not collate_fn_map.keys() >= _KNOWN_KEYS:
         return False
     pristine = all(
         _is_torchs(function) or function in SAME_AS_TORCHS
@@ -199,27 +217,28 @@ def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
 
 
 def _check_collation() -> None:
-    """Disable our collation if torch's functions give other dtypes or shapes than they did in torch 2.13."""
-    if why_missing(Feature.COLLATION) is not None or not all(map(_is_torchs, collate_fn_map.values())):
+    """Note whether torch's functions give other dtypes or shapes than they did in torch 2.13."""
+    if not collate_fn_map or not all(map(_is_torchs, collate_fn_map.values())):
         return
-    known = {
-        torch.Tensor: ([torch.zeros(1, dtype=torch.int8)] * 2, torch.int8, (2, 1)),
-        np.ndarray: ([np.zeros(3, np.int16)] * 2, torch.int16, (2, 3)),
-        float: ([0.5] * 2, torch.float64, (2,)),
-        int: ([1] * 2, torch.int64, (2,)),
-    }
-    for kind, (samples, *expected) in known.items():
+    known: list[tuple[Any, torch.dtype, tuple[int, ...]]] = [
+        (torch.zeros(1, dtype=torch.int8), torch.int8, (2, 1)),
+        (np.zeros(3, np.int16), torch.int16, (2, 3)),
+        (0.5, torch.float64, (2,)),
+        (1, torch.int64, (2,)),
+    ]
+    for sample, *expected in known:
         try:
-            joined = collate_fn_map[kind](samples, collate_fn_map=collate_fn_map)
+            joined = torch.utils.data.default_collate([sample] * 2)
             found = [joined.dtype, tuple(joined.shape)]
         except Exception as error:  # noqa: BLE001 - functions of an unknown torch
             found = [error]
         if found != expected:
-            name = kind.__name__
-            disable(Feature.COLLATION, f"default_collate makes {found} of two of {name}, not {expected}")
+            kind = type(sample).__name__
+            _missing.append(f"default_collate makes {found} of two of {kind}, not {expected}")
 
 
-with torch.device("cpu"):
+with torch.device("cpu"):  # whatever the program's default device is
+    _check_iterator()
     _check_collation()
 
 # --- calls whose results are placed in a slot
@@ -286,90 +305,80 @@ def move_to_private_memory(storage: Any) -> bool:
 # --- which worker this is
 
 _WORKER = "torch.utils.data._utils.worker"
-_IN_THREADS = "_thread_local_worker_info"  # the name that torch has for it in versions to come
+_IN_THREADS = "_thread_local_worker_info"  # torch's name for it from 2.14 on
 _installing = threading.Lock()
 
-_WorkerInfo: Any = find(Feature.SLOTS, _WORKER, "WorkerInfo")
-find(Feature.SLOTS, _WORKER, "_worker_info")
-_code = getattr(torch.utils.data.get_worker_info, "__code__", None)
-if "_worker_info" not in getattr(_code, "co_names", ()):
-    disable(Feature.SLOTS, "its get_worker_info() does not read a global name _worker_info")
-if (_reason := why_missing(Feature.SLOTS)) is not None:
-    disable(Feature.THREADS, _reason)
+_TorchsWorkerInfo: Any = _find(_WORKER, "WorkerInfo", object)
+_find(_WORKER, "_worker_info")
+if "_worker_info" not in getattr(getattr(torch.utils.data.get_worker_info, "__code__", None), "co_names", ()):
+    _missing.append("its get_worker_info() does not read a global name _worker_info")
 
 
-def set_worker_info(
-    *, worker_id: int, num_workers: int, seed: int, dataset: Any, rng: Any, in_thread: bool = False
-) -> None:
-    """Make ``get_worker_info()`` answer in this worker process or, if it is a thread, in this thread only."""
-    info = _worker_info(
-        id=worker_id,
-        num_workers=num_workers,
-        seed=seed,
-        dataset=dataset,
-        rng=rng,
-        worker_method="thread" if in_thread else "multiprocessing",
-    )
+class WorkerInfo(_TorchsWorkerInfo):  # type: ignore[misc]
+    """torch's worker info, with ``rng`` and ``worker_method`` also where torch is older than these."""
+
+    def __init__(self, *, rng: Any = None, worker_method: str = "multiprocessing", **fields: Any) -> None:
+        super().__init__(**fields)
+        object.__setattr__(self, "rng", rng)  # it is frozen
+        object.__setattr__(self, "worker_method", worker_method)
+
+
+class _Refusing(WorkerInfo):
+    """A worker info whose ``num_workers`` raises."""
+
+    def __init__(self, refusal: str, **fields: Any) -> None:
+        object.__setattr__(self, "refusal", refusal)
+        super().__init__(**fields)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "num_workers":
+            raise RuntimeError(self.refusal)
+        return super().__getattribute__(name)
+
+    def __repr__(self) -> str:
+        return repr(WorkerInfo(**_fields_of(self)))
+
+
+def _fields_of(info: Any) -> dict[str, Any]:
+    """The fields of a worker info, also of one that refuses."""
+    fields = {name: object.__getattribute__(info, name) for name in ("id", "num_workers", "seed", "dataset")}
+    return fields | {"rng": getattr(info, "rng", None), "worker_method": getattr(info, "worker_method", None)}
+
+
+def set_worker_info(info: WorkerInfo, *, in_thread: bool = False) -> None:
+    """Make ``get_worker_info()`` return ``info`` in this process, or only in this thread."""
     if in_thread:
         _have_worker_info_in_threads().worker_info = info
     else:
         vars(importlib.import_module(_WORKER))["_worker_info"] = info
 
 
-def _worker_info(*, rng: Any = None, worker_method: str = "multiprocessing", **known: Any) -> Any:
-    try:
-        return _WorkerInfo(**known, rng=rng, worker_method=worker_method)
-    except TypeError:  # an older torch, that has no such fields
-        info = type("WorkerInfo", (_WorkerInfo,), {"__module__": _WorkerInfo.__module__})(**known)
-        object.__setattr__(info, "rng", rng)
-        object.__setattr__(info, "worker_method", worker_method)
-        return info
-
-
 def refusing_worker_info(dataset: Any, refusal: str) -> Any:
     """The worker's own worker info, whose ``num_workers`` raises; without workers, that of worker 0 of 1."""
-
-    def read(info: Any, name: str) -> Any:
-        if name == "num_workers":
-            raise RuntimeError(refusal)
-        return object.__getattribute__(info, name)
-
-    own = torch.utils.data.get_worker_info() or _worker_info(
-        id=0, num_workers=1, seed=torch.initial_seed(), dataset=dataset
-    )
-    kind: Any = type(own)
-    names = {"__slots__": (), "__getattribute__": read, "__repr__": lambda _: repr(own)}
-    refusing = copy.copy(own)
-    object.__setattr__(refusing, "__class__", type(kind.__name__, (kind,), names))
-    return refusing
+    own = torch.utils.data.get_worker_info()
+    fields = {"id": 0, "num_workers": 1, "seed": torch.initial_seed(), "dataset": dataset}
+    return _Refusing(refusal, **(fields if own is None else _fields_of(own)))
 
 
 def only_worker_info() -> Any:
     """The worker's own worker info, as if there were no other worker; None outside a worker."""
-    only = copy.copy(torch.utils.data.get_worker_info())
-    if only is not None:
-        object.__setattr__(only, "id", 0)
-        object.__setattr__(only, "num_workers", 1)
-    return only
+    own = torch.utils.data.get_worker_info()
+    return None if own is None else WorkerInfo(**(_fields_of(own) | {"id": 0, "num_workers": 1}))
 
 
 def show_worker_info(info: Any) -> None:
     """Make ``get_worker_info()`` return ``info`` from now on, in this worker or without workers."""
-    names = vars(importlib.import_module(_WORKER))
-    in_threads: Any = names.get(_IN_THREADS)
-    if getattr(in_threads, "worker_info", None) is None:
-        names["_worker_info"] = info
-    else:
-        in_threads.worker_info = info
+    in_threads: Any = vars(importlib.import_module(_WORKER)).get(_IN_THREADS)
+    set_worker_info(info, in_thread=getattr(in_threads, "worker_info", None) is not None)
 
 
 @functools.cache
 def _have_worker_info_in_threads() -> Any:
-    """Make ``get_worker_info()`` prefer the calling thread's worker info to that of the process.
+    """Make ``get_worker_info()`` prefer the calling thread's worker info, as it does in torch 2.14.
 
     Programs hold the function itself (``from torch.utils.data import get_worker_info``), and it reads a
-    global name of its module. So its code is replaced, for good: in threads without a worker info it answers
-    as before.
+    global name of its module. In an older torch its code is replaced, for good: in threads without a worker
+    info it answers as before.
     """
     with _installing:
         names = vars(importlib.import_module(_WORKER))
@@ -385,7 +394,7 @@ def _have_worker_info_in_threads() -> Any:
 def _get_worker_info() -> Any:
     # Runs as torch's own function, among the names of torch's module.
     info = getattr(_thread_local_worker_info, "worker_info", None)  # type: ignore[name-defined]  # noqa: F821
-    return _worker_info if info is None else info
+    return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821
 
 
 def _keep_after_fork(in_threads: Any) -> None:
@@ -393,10 +402,10 @@ def _keep_after_fork(in_threads: Any) -> None:
     info = getattr(in_threads, "worker_info", None)
     if info is not None:
         in_threads.worker_info = None
-        show_worker_info(info)
+        set_worker_info(info)
 
 
-pin_memory = find_function(Feature.PINNING, "torch.utils.data._utils.pin_memory", "pin_memory")
+pin_memory = _find("torch.utils.data._utils.pin_memory", "pin_memory")
 """Copies a batch to pinned memory as torch's pin-memory thread does."""
 
 

@@ -30,6 +30,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # have datasets of their own, which only forked workers can import; `start_method` tries the others.
 multiprocessing.set_start_method("fork")
 
+# Without this every worker of the fork server imports these anew, which takes seconds. Spawned workers do.
+multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
+
 
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
@@ -97,6 +100,7 @@ OWN_PROCESSES = (
 )
 
 _passed = pytest.StashKey[bool]()
+_latest = pytest.StashKey["Snapshot | None"]()  # of the end of the test before, if it left nothing
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000  # <sched.h>, <sys/mount.h>
 
@@ -251,15 +255,15 @@ def _strangers_entries(names: frozenset[str]) -> set[str]:
     return named | {name for name in names if str(SHM_DIR / name) in held}
 
 
-def find_leaks(before: Snapshot, new_entries: frozenset[str]) -> list[str]:
+def find_leaks(before: Snapshot, now: Snapshot, new_entries: frozenset[str]) -> list[str]:
     """Describe everything that exists now and did not when `before` was taken.
 
     Args:
         before: The snapshot from before the test.
+        now: The one from after it.
         new_entries: The /dev/shm entries that may be the test's: those that exist at its end. Later ones are
             another program's.
     """
-    now = Snapshot.take()
     leaks = [f"process {_describe(process)}" for process in now.processes - before.processes]
     leaks += [
         f"thread {thread.name!r} ({type(thread).__name__})"
@@ -291,16 +295,16 @@ def _describe(process: psutil.Process) -> str:
         return f"{process.pid}"
 
 
-def wait_for_no_leaks(before: Snapshot) -> list[str]:
-    """Return the leaks that are still there when the grace has run out."""
+def wait_for_no_leaks(before: Snapshot) -> tuple[list[str], Snapshot]:
+    """Return the leaks that are still there when the grace has run out, and the last snapshot."""
     deadline = time.monotonic() + GRACE_S
     new_entries = _shm_entries() - before.shm_entries
-    while leaks := find_leaks(before, new_entries):
+    while leaks := find_leaks(before, now := Snapshot.take(), new_entries):
         if time.monotonic() > deadline:
             break
         gc.collect()  # closes what reference cycles hold; too slow to do always
         time.sleep(0.02)
-    return leaks
+    return leaks, now
 
 
 def _kill_leaked(before: Snapshot) -> None:
@@ -322,6 +326,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    if fixturedef.scope != "function":  # what it starts between two tests is there before the next one
+        request.config.stash[_latest] = None
+
+
 @pytest.fixture(autouse=True)
 def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, thread, descriptor or /dev/shm entry behind.
@@ -330,13 +339,17 @@ def leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
     closes is not a leak. A test that has already failed is not examined: its traceback keeps its
     locals alive.
     """
-    before = Snapshot.take()
+    stash = request.config.stash
+    before = stash.get(_latest, None) or Snapshot.take()
+    stash[_latest] = None
     yield
     if not request.node.stash.get(_passed, False):
         return
-    if leaks := wait_for_no_leaks(before):
+    leaks, now = wait_for_no_leaks(before)
+    if leaks:
         _kill_leaked(before)
         pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+    stash[_latest] = now
 
 
 @pytest.fixture(scope="session")
@@ -346,8 +359,6 @@ def warm_helpers() -> None:
     Fork-server workers inherit the environment as it is now, not as a test sets it later.
     """
     resource_tracker.ensure_running()
-    # Without this every worker imports these anew, which takes seconds. Spawned workers still do.
-    multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
     forkserver.ensure_running()
 
 

@@ -53,6 +53,7 @@ def expected(number: int) -> str:
 
 
 def main(start_method: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     print("limit", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     before = len(os.listdir("/proc/self/fd"))
     shared = share(Wide())

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from shmloader.codec import Decoder, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
-from shmloader.failures.bad_samples import Reported
+from shmloader.failures.bad_samples import Report
 from shmloader.memory import Segment
 from shmloader.worker.placement import Placement
 
@@ -200,7 +200,7 @@ def run_program(seed: int, *, places: bool) -> list[Any]:
                 continue
             finally:
                 set_current_allocator(None)
-            if type(batch) is Reported:
+            if type(batch) is Report:
                 batch = batch.batch
             leaves: list[tuple[int, int]] | None = [] if placement.is_on else None
             try:

@@ -215,10 +215,10 @@ class Run:
             iterator = iter(self.loader)
         except Exception as error:
             log.append(error.with_traceback(None))
-            iterator = iter(())
+            iterator, failed = iter(()), True
         while taken != made.breaks.get(epoch, -1) and errors < MOST_ERRORS:
             # A sampler that raised is asked again after a resume, and raises again (resume.md).
-            asked_again = failed and not made.workers and made.sampler_raises_at is not None
+            asked_again = failed and made.sampler_raises_at is not None
             if taken == stop_for_state and not self.resumed and not asked_again:
                 return self._go_on(epoch, taken)
             try:

@@ -120,11 +120,11 @@ def stamp(epoch: int, seq: int, part: int = 0) -> int:
     return 1 + epoch * 64 + seq * 4 + part
 
 
-class _Loader:
-    """The arguments that the scheduler reads."""
+class _Settings:
+    """The settings that the scheduler reads."""
 
+    index_sampler = ()
     num_workers = WORKERS
-    prefetch_epochs = False
     timeout = 0
 
     def __init__(self, setting: Setting) -> None:
@@ -170,9 +170,9 @@ class Main:
         self.exchange = setting.exchange(
             self.table, self.workers, Lifecycle(), restarts=setting.restarts, timeout_s=1.0
         )
-        self._loader = _Loader(setting)
+        self._settings: Any = _Settings(setting)
         self.auto = _Grows(WORKERS, setting.prefetch, [WORKERS, None], WORKERS) if setting.grows else None
-        self.scheduler = setting.scheduler(self._loader, (), self.exchange, self.auto)
+        self.scheduler = setting.scheduler(self._settings, self.exchange, self.auto)
         self.phase = "run"
         self.epoch = 0
         self.held: dict[int, np.ndarray] = {}
@@ -365,7 +365,6 @@ _NO_STATE = ("table", "workers", "counters", "lifecycle", "_timeout_s", "_wait_n
 _NO_STATE_OF_TABLE = ("segment", "places", "budget", "counters", "guard", "inspection", "_due")
 _NO_STATE_OF_GROWTH = (
     "_auto",
-    "_loader",
     "_exchange",
     "_workers",
     "_free_workers",

@@ -241,7 +241,17 @@ def _reduce_bytes(item: _LargeBytes, add: Add) -> Any:
 
 
 def _as_bytes(leaf: list[np.ndarray[Any, Any]]) -> bytes:
+    _keep_heap()
     return leaf[0].tobytes()
+
+
+@functools.cache
+def _keep_heap() -> None:
+    """Let glibc keep the memory of bytes that are freed, which it else gives back with every batch.
+
+    Once a block as large as this one was freed (none of its pages is used), it keeps up to twice as much.
+    """
+    np.empty(31 << 20, np.uint8)
 
 
 HANDLERS: dict[type, Handler] = {

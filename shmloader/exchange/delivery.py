@@ -20,7 +20,7 @@ from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
 from shmloader.exchange.exchange import Exchange
 from shmloader.slots import ByteArray, Place, PlaceState
-from shmloader.wire.records import FAILED, REPORTED, SPILLED
+from shmloader.wire.records import REPORTED, SPILLED
 
 _tried: dict[int, str] = {}
 
@@ -86,7 +86,7 @@ class Delivery:
 
     def begin(self, place: Place, flags: int, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Begin to copy a batch to the device, see `DeviceBatches`; None if it is not copied ahead."""
-        if self._batches is None or flags & (FAILED | REPORTED):
+        if self._batches is None or flags & REPORTED:
             return None
         return self._batches.begin(place, anchor, header)
 
@@ -99,7 +99,7 @@ class Delivery:
         if due is not None and due.state is PlaceState.MAKING:
             self._exchange.look_at(due.worker_id)
         place = table.next_arrived(in_order=in_order)
-        if place is None or place.seq in self._taken or place.flags & (FAILED | SPILLED):
+        if place is None or place.seq in self._taken or place.flags & (REPORTED | SPILLED):
             return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
             if not table.can_lease(waits=False):  # the program has its own batch to work on

@@ -1,7 +1,7 @@
 """Bad samples: samples that raise, and without which the loader continues (``on_error``).
 
-The process that fetches leaves a bad sample out, or puts another in its place, and returns the batch as
-`Reported`. The main process takes the report off the batch, counts, and warns once.
+The process that fetches leaves a bad sample out, or puts another in its place. What there is to tell,
+and an exception, comes as a `Report` in place of the batch. The main process counts, and warns once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,33 +26,96 @@ RAISE, SKIP, REPLACE = "raise", "skip", "replace"
 MOST_IN_A_ROW = 10_000
 """This many batches in a row without a good sample, or bad samples of a stream in a row, are an error."""
 
-LEFT_OUT = object()
-"""Stands for a batch that had no good sample."""
-
 _MOST_LISTED = 1000
 _MOST_CHARACTERS = 500
 _EXAMPLES = 3
 _NOT_A_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError, LoaderError)
 
 
-class Reported(NamedTuple):
-    """A batch with something to report.
+class _LeftOut:
+    """Stands for a batch that had no good sample; the class itself, which arrives as the same object."""
+
+
+LEFT_OUT = _LeftOut
+
+
+class Report(NamedTuple):
+    """The record that crosses in a batch's place if there is more to tell than the batch.
 
     Attributes:
-        batch: The batch, or None.
-        left_out: Whether there is no batch, because it had no good sample.
+        batch: The batch, or `LEFT_OUT`; without meaning beside an error.
+        error: The exception raised in its place, by `exceptions.capture`; empty for none.
+        bad_samples: Pickled list of `BadSample`, so that no index holds a slot's memory; empty for none.
         one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
-        bad_samples: Pickled list of `BadSample`. It is pickled so that no index in it holds a slot's memory.
         stream: For a stream, its place after the batch (`wire.stream_records.StreamReport`); else None.
         placed: What has changed in the worker's placement since its last report.
     """
 
-    batch: Any
-    left_out: bool
-    one_by_one: bool
-    bad_samples: bytes
+    batch: Any = None
+    error: bytes = b""
+    bad_samples: bytes = b""
+    one_by_one: bool = False
     stream: Any = None
     placed: tuple[PlacedSite, ...] = ()
+
+
+@dataclass
+class ReportCounts:
+    """Counts from one loader's reports; main process. Public names are those of `LoaderStatistics`."""
+
+    bad_samples: int = 0
+    bad_sample_list: tuple[BadSample, ...] = ()
+    batches_left_out: int = 0
+    batches_one_by_one: int = 0
+    placed_sites: tuple[PlacedSite, ...] = ()
+    _in_a_row: int = 0  # batches left out
+    _row_began: int = 0  # behind so many batches
+    _warned: bool = False
+
+    def take(self, report: Report, batches: int) -> Any:
+        """Count what a report tells; returns its batch, or ``LEFT_OUT``. Before it came so many batches.
+
+        Raises:
+            NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.
+        """
+        bad: list[BadSample] = pickle.loads(report.bad_samples) if report.bad_samples else []
+        self.bad_samples += len(bad)
+        self.bad_sample_list += tuple(bad[: _MOST_LISTED - len(self.bad_sample_list)])
+        self.batches_one_by_one += report.one_by_one
+        if report.placed:
+            sites = {(site.call, site.where): site for site in (*self.placed_sites, *report.placed)}
+            self.placed_sites = tuple(sites.values())
+        if report.batch is LEFT_OUT:
+            self.batches_left_out += 1
+            self._in_a_row = self._in_a_row + 1 if self._row_began == batches else 1
+            self._row_began = batches
+            if self._in_a_row >= MOST_IN_A_ROW:
+                self._in_a_row = 0
+                raise NoGoodSample(
+                    f"{MOST_IN_A_ROW:,} batches in a row had no good sample; the last bad one was {bad[-1]}"
+                )
+        return report.batch
+
+    def warn(self, on_error: str) -> None:
+        """Sum the bad samples up in one `BadSampleWarning`, once per loader."""
+        if self._warned or not self.bad_samples:
+            return
+        self._warned = True
+        examples = "; ".join(map(str, self.bad_sample_list[:_EXAMPLES]))
+        more = f"; and {self.bad_samples - _EXAMPLES:,} more" if self.bad_samples > _EXAMPLES else ""
+        what = "left out of their batches" if on_error == SKIP else "replaced by others of their batches"
+        left_out = f" {self.batches_left_out:,} batch(es) had no good sample and were left out."
+        warn(
+            f"{self.bad_samples:,} bad sample(s) raised and were {what} (on_error={on_error!r}): {examples}"
+            f"{more}.{left_out if self.batches_left_out else ''} loader.statistics() lists them, and later "
+            "ones, which are not warned of again. on_error='raise' stops at the first.",
+            BadSampleWarning,
+        )
+
+
+def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
+    """Warn of a loader's bad samples; call it last: the program's filters may make the warning an error."""
+    counters.of(ReportCounts).warn(on_error)
 
 
 def is_a_samples_fault(error: Exception) -> bool:
@@ -80,53 +144,3 @@ def pack(bad_samples: Sequence[BadSample]) -> bytes:
         return pickle.dumps(list(bad_samples), 5)
     except Exception:  # noqa: BLE001 - the user's indices
         return pickle.dumps([dataclasses.replace(bad, index=shown(bad.index)) for bad in bad_samples], 5)
-
-
-def count(bad_samples: bytes, counters: Counters) -> None:
-    """Count and list the bad samples of a `pack`. Main process."""
-    if bad_samples:
-        found: list[BadSample] = pickle.loads(bad_samples)
-        counters.bad_samples += len(found)
-        counters.bad_sample_list += found[: _MOST_LISTED - len(counters.bad_sample_list)]
-
-
-def take_report(reported: Reported, counters: Counters) -> Any:
-    """Take the report off a batch and count it; returns the batch, or ``LEFT_OUT``. Main process.
-
-    Raises:
-        NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.
-    """
-    count(reported.bad_samples, counters)
-    counters.note_placed(reported.placed)
-    counters.batches_one_by_one += reported.one_by_one
-    if not reported.left_out:
-        return reported.batch
-    counters.batches_left_out += 1
-    if counters.left_out_after != counters.batches:  # batches came between
-        counters.left_out_after, counters.left_out_in_a_row = counters.batches, 0
-    counters.left_out_in_a_row += 1
-    if counters.left_out_in_a_row < MOST_IN_A_ROW:
-        return LEFT_OUT
-    counters.left_out_in_a_row = 0
-    last = pickle.loads(reported.bad_samples)[-1]
-    raise NoGoodSample(f"{MOST_IN_A_ROW:,} batches in a row had no good sample; the last bad one was {last}")
-
-
-def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
-    """Sum the bad samples up in one `BadSampleWarning`, once per loader. Main process.
-
-    The program's filters may make the warning an error, so callers call this last.
-    """
-    if counters.warned_of_bad_samples or not counters.bad_samples:
-        return
-    counters.warned_of_bad_samples = True
-    examples = "; ".join(map(str, counters.bad_sample_list[:_EXAMPLES]))
-    more = f"; and {counters.bad_samples - _EXAMPLES:,} more" if counters.bad_samples > _EXAMPLES else ""
-    what = "left out of their batches" if on_error == SKIP else "replaced by others of their batches"
-    left_out = f" {counters.batches_left_out:,} batch(es) had no good sample and were left out."
-    warn(
-        f"{counters.bad_samples:,} bad sample(s) raised and were {what} (on_error={on_error!r}): {examples}"
-        f"{more}.{left_out if counters.batches_left_out else ''} loader.statistics() lists them, and later "
-        "ones, which are not warned of again. on_error='raise' stops at the first.",
-        BadSampleWarning,
-    )

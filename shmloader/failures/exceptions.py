@@ -21,7 +21,7 @@ import re
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from shmloader.messages import LINE, shorten
 
@@ -32,28 +32,8 @@ _FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
-class Failure(NamedTuple):
-    """An exception to be sent to the main process.
-
-    Attributes:
-        pickled: The exception; empty if it can only be sent as a stand-in.
-        names: Its class and the bases of it, for ``pkgutil.resolve_name``.
-        text: ``str()`` of it.
-        note: Where it was raised: worker, indices, the worker's traceback.
-        bad_samples: The bad samples of that batch so far, pickled; empty if there are none.
-        stream: See `bad_samples.Reported`.
-    """
-
-    pickled: bytes
-    names: tuple[str, ...]
-    text: str
-    note: str
-    bad_samples: bytes = b""
-    stream: Any = None
-
-
-def capture(error: BaseException, where: str) -> Failure:
-    """Pack an exception, in the worker; ``where`` names the worker and the samples. Raises nothing itself."""
+def capture(error: BaseException, where: str, there: str = "in the worker") -> bytes:
+    """Pack an exception; ``where`` names the process and what it did. Raises nothing itself."""
     try:
         formatted = traceback.TracebackException.from_exception(error, compact=True)
         formatted.__notes__ = None  # they are sent with the exception
@@ -63,20 +43,21 @@ def capture(error: BaseException, where: str) -> Failure:
         trace = "\n".join(shorten(line, 2 * LINE) for line in lines)
     except BaseException as reason:  # noqa: BLE001 - formatting runs the user's code
         trace = f"{type(error).__name__}: its traceback could not be formatted ({type(reason).__name__})"
-    note = f"{where}\nTraceback in the worker:\n{trace}"
-    return Failure(_checked(_dump, error), _names_of(type(error)), text_of(error), note)
+    note = f"{where}\nTraceback {there}:\n{trace}"
+    return pickle.dumps((_checked(_dump, error), _names_of(type(error)), text_of(error), note), 5)
 
 
-def restore(failure: Failure) -> BaseException:
+def restore(packed: bytes) -> BaseException:
     """Rebuild an exception in the main process, ready to be raised. Raises nothing itself."""
+    pickled, names, text, note = pickle.loads(packed)
     try:
-        error: BaseException = pickle.loads(failure.pickled)
+        error: BaseException = pickle.loads(pickled)
     except Exception:  # noqa: BLE001 - there is none, or it needs a module that only the worker has
-        error = _make(failure.names, failure.text, (failure.text,), stand_in=True)
+        error = _make(names, text, (text,), stand_in=True)
     if isinstance(error, _StandIn):
-        name, base = failure.names[0].replace(":", "."), type(error).__mro__[1].__qualname__
+        name, base = names[0].replace(":", "."), type(error).__mro__[1].__qualname__
         add_note(error, f"{name} could not be sent to this process: this is a stand-in, derived from {base}.")
-    add_note(error, failure.note)
+    add_note(error, note)
     return error
 
 
@@ -127,7 +108,7 @@ class _ErrorPickler(pickle.Pickler):
         self._depths: dict[int, int] = {}  # by identity: place in a chain of causes and contexts
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
+        """Reduce an exception; leave all else to pickle."""
         if not isinstance(obj, BaseException):
             return NotImplemented
         depth = self._depths.setdefault(id(obj), 0) + 1
@@ -207,7 +188,9 @@ def _make(
         try:
             kind = pkgutil.resolve_name(name)
             if stand_in or name != names[0]:
-                kind = _derive(kind, names[0], text)
+                module, _, qualname = names[0].partition(":")
+                members = {"__module__": module, "__qualname__": qualname, "__str__": lambda _: text}
+                kind = type(qualname.rpartition(".")[2], (kind, _StandIn), members)
             base = _builtin_base(kind)
             error: BaseException = base.__new__(kind, *args)
         except Exception:  # noqa: BLE001 - importing and deriving run the user's code
@@ -216,13 +199,6 @@ def _make(
             base.__init__(error, *args)
         return error
     raise AssertionError("BaseException takes any arguments")
-
-
-def _derive(kind: type[BaseException], name: str, text: str) -> type[BaseException]:
-    """Make a stand-in for the class of this name."""
-    module, _, qualname = name.partition(":")
-    members = {"__module__": module, "__qualname__": qualname, "__str__": lambda _: text}
-    return type(qualname.rpartition(".")[2], (kind, _StandIn), members)
 
 
 def _fill(error: BaseException, state: tuple[dict[str, Any], dict[str, Any], Any, Any, bool]) -> None:

@@ -33,9 +33,12 @@ _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?|dtypes?|cast)\b", re.IGNO
 def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_stream: bool = False) -> None:
     """Add a note to an exception of a collate function: the samples by index, or position in a stream."""
     names: list[str] = []
-    with contextlib.suppress(Exception):  # the user's indices: missing notes are not an error
-        names = _names(indices, of_stream)
-    with contextlib.suppress(Exception):  # the user's samples
+    with contextlib.suppress(Exception):  # the user's indices and samples: missing notes are not an error
+        if isinstance(indices, torch.Tensor | np.ndarray):
+            indices = indices.tolist()
+        form = "sample {} of the stream" if of_stream else "dataset[{}]"
+        names = [form.format(shown(index, _MOST_CHARACTERS)) for index in indices]
+    with contextlib.suppress(Exception):
         frames = traceback.walk_tb(error.__traceback__)
         by_default_collate = any(frame.f_globals.get("__name__") in _DEFAULT_COLLATE for frame, _ in frames)
         if by_default_collate or _OF_SIZES.search(str(error)):
@@ -43,38 +46,22 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
             # Shapes first, everywhere: they are the reason more often than dtypes.
             found = _find(column, _shape) or _find(column, _format)
             if found is not None:
-                add_note(error, _say(found, names))
+                add_note(error, _say(*found, names))
                 if by_default_collate:
                     return
     if names:
-        add_note(error, f"raised by collate_fn, given {_join(names)}")
-
-
-def _names(indices: Any, of_stream: bool) -> list[str]:
-    """A name for each sample."""
-    if of_stream:
-        return [f"sample {position} of the stream" for position in indices]
-    if isinstance(indices, torch.Tensor | np.ndarray):
-        indices = indices.tolist()
-    return [f"dataset[{shown(index, _MOST_CHARACTERS)}]" for index in indices]
-
-
-def _join(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
-    return shorten(", ".join(names[:_MOST_NAMED]), _MOST_OF_NAMES) + more
-
-
-# --- finding
-
-
-_Mismatch = tuple[str, list[str]]
-"""A place where samples differ, and a description of each of them there ("shape (3, 4)")."""
+        more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
+        given = shorten(", ".join(names[:_MOST_NAMED]), _MOST_OF_NAMES)
+        add_note(error, f"raised by collate_fn, given {given}{more}")
 
 
 def _find(
     column: list[Any], describe: Callable[[Any, Any], str], path: str = "batch", depth: int = _MOST_NESTED
-) -> _Mismatch | None:
-    """The first place where the items of a column differ; each is described relative to the first item."""
+) -> tuple[str, list[str]] | None:
+    """The first place where the items of a column differ, with a description of each ("shape (3, 4)").
+
+    Each is described relative to the first item.
+    """
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
         return None  # strings are not joined, and anything may stand beside them
@@ -126,12 +113,8 @@ def _format(item: Any, first: Any) -> str:
     return ""
 
 
-# --- the note
-
-
-def _say(found: _Mismatch, names: list[str]) -> str:
-    """Lines on one sample of the most frequent kind, and on the first few of other kinds."""
-    path, each = found
+def _say(path: str, each: list[str], names: list[str]) -> str:
+    """A line on one sample of the most frequent kind, and on the first few of other kinds."""
     usual = Counter(each).most_common(1)[0][0]  # of equals, the one that comes first
     like = names[each.index(usual)]
     odd = [f"{name} has {what}" for name, what in zip(names, each, strict=True) if what != usual]

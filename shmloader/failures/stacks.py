@@ -70,9 +70,9 @@ class StackFile:
 
     def close(self) -> None:
         """Close this process's descriptor of the file."""
-        if self.descriptor.fd >= 0:
-            os.close(self.descriptor.fd)
-            self.descriptor.fd = -1
+        descriptor, self.descriptor = self.descriptor, Descriptor(-1)
+        if descriptor.fd >= 0:
+            os.close(descriptor.fd)
 
 
 def answers(pid: int) -> bool:

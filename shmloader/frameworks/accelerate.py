@@ -18,6 +18,7 @@ from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn_once
 from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.states import states_are_added, warn_of_one_rank
+from shmloader.indices.epoch_prefetch import DRAW_NOTHING
 from shmloader.indices.samplers import RANKS_SHARE
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
@@ -29,6 +30,7 @@ _UPDATE = "_update_state_dict"
 _DISPATCHER, _FETCH = "DataLoaderDispatcher", "_fetch_batches"
 _ITERATION = "_iteration"
 _IS_OURS = "is_shmloader"
+_DRAW_NOTHING = ("BatchSamplerShard", "SkipBatchSampler")
 _RANKS_SHARE = ("BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler")
 
 
@@ -53,7 +55,8 @@ def patch_accelerate(patches: Patches) -> None:
         patches.wrap(dispatcher if name == _FETCH else adapter, name, around)
     for kind in (module.DataLoaderShard, dispatcher):
         patches.wrap(kind, "set_epoch", _set_epoch)
-    RANKS_SHARE.update(vars(module)[name] for name in _RANKS_SHARE if name in vars(module))
+    for found, names in ((RANKS_SHARE, _RANKS_SHARE), (DRAW_NOTHING, _DRAW_NOTHING)):
+        found.update(vars(module)[name] for name in names if name in vars(module))
 
 
 _TORCHS = torch.utils.data.DataLoader

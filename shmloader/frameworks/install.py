@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,10 @@ from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
+from shmloader.memory import why_unavailable
 from shmloader.settings import OWN_DEFAULTS, check_arguments, dispatch_of, threads_of
-from shmloader.torch_features import Feature, is_missing
-from shmloader.torch_private import GET_ITERATOR, never_compiled
+from shmloader.store_hooks import hooks
+from shmloader.torch_private import GET_ITERATOR, WHY_NOT_INSTALLED, never_compiled, unavailable
 
 _TORCHS = torch.utils.data.DataLoader
 
@@ -50,7 +52,8 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             ``install(stateful=True)`` only.
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
             ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
-            ``snapshot_every_n_steps``, ``place_results``. A `DataLoader` keeps the ones that it was made
+            ``snapshot_every_n_steps``, ``place_results``, ``share_dataset`` (when the loader first starts
+            workers). A `DataLoader` keeps the ones that it was made
             with. A loader that does not support one of them (``worker_restarts`` with an iterable-style
             dataset) loads without it, with one warning.
 
@@ -59,8 +62,8 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
 
     Raises:
         TypeError: For an option that does not exist or is of a wrong type.
-        ValueError: For a wrong value, for two options that exclude each other, and for ``share_dataset`` and
-            ``shard``, which belong to one loader.
+        ValueError: For a wrong value, for two options that exclude each other, and for ``shard``, which
+            belongs to one loader.
     """
     global _options  # noqa: PLW0603 - there is one torch
     unknown = options.keys() - OWN_DEFAULTS.keys()
@@ -72,7 +75,10 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
     _check(options, torch.utils.data.Dataset(), True, None)
     before = None if _options is None else {"stateful": states_are_added(), **_options}
-    if not is_missing(Feature.INSTALL):
+    if WHY_NOT_INSTALLED:
+        text = unavailable("shmloader.install()", WHY_NOT_INSTALLED)
+        warn_once(f"{text} Loaders of torch's class load torch's way; shmloader.DataLoader is not affected.")
+    else:
         if before is None:
             _patch()
         _options = options
@@ -101,13 +107,13 @@ def uninstall() -> None:
 
 
 _OF_ONE_LOADER = {
-    "share_dataset": "the loaders have their dataset already. Call shmloader.share(dataset) before",
     "shard": "batches would be others than torch's. Make the loader with shmloader.DataLoader(shard=...)",
 }
 """Options that belong to one loader, each with the reason and the alternative."""
 
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
+_sharing: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose dataset was shared
 _patches, _states = Patches(), Patches()
 
 
@@ -128,6 +134,7 @@ def _patch() -> None:
         iterator = None
         if _options is not None and not isinstance(loader, DataLoader) and not _has_threads(loader):
             _warn_of_options(loader)
+            _share_dataset(loader)
             iterator = loading_of(loader).make_iterator()
         return torchs_get_iterator(loader) if iterator is None else iterator
 
@@ -188,6 +195,13 @@ def _warn_of_options(loader: Any) -> None:
         if reason is not None:
             _warned.add(name)
             warn(f"install({name}={value!r}) has no effect on a loader of {_type(loader.dataset)}: {reason}.")
+
+
+def _share_dataset(loader: Any) -> None:
+    """Share the dataset of a loader in place, before its first workers start."""
+    if loader.share_dataset and loader.num_workers and loader not in _sharing and why_unavailable() is None:
+        _sharing.add(loader)
+        vars(loader)["dataset"] = hooks.share_dataset(loader.dataset)  # torch refuses to have it set
 
 
 def _has_threads(loader: Any) -> bool:

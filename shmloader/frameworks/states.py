@@ -50,7 +50,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
             raise ResumeError(
                 "it makes its iterator itself, or its workers are threads that pose as processes"
             )
-        check_resumable(loader.num_workers)
+        check_resumable(loader.dataset, loader.num_workers)
         return loading_of(loader).state_dict()
     except ResumeError as error:
         dataset = type(loader.dataset).__qualname__

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts
+from shmloader.errors import warn_once
+from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, int_array
 from shmloader.indices.samplers import draw_seed
-from shmloader.torch_features import Feature, disable, is_missing
+from shmloader.torch_private import unavailable
 
 
 def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:
@@ -34,29 +37,42 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     beginning takes no longer than skipping few.
 
     Returns:
-        None if this is not exactly torch's `BatchSampler` over one of its samplers in `_CHUNKS` (a
-        `RandomSampler` without replacement), if its batches are small and none is to be skipped, or if the
-        program or torch has changed these classes (`check_against_torch`). None also for skipping batches of
-        a `WeightedRandomSampler`.
+        None if this is not exactly torch's `BatchSampler` over one of the samplers in `_CHUNKS` (a
+        `RandomSampler` without replacement, a `SubsetRandomSampler` of a list of ints), if its batches are
+        small and none is to be skipped, or if the program or torch has changed these classes
+        (`why_unlike_torchs`). None also for skipping batches of samplers that draw from the global
+        generator itself, which is as it was in the state only now, or that are not torch's.
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
-    inner = index_sampler.sampler
-    replaces = type(inner) is RandomSampler and getattr(inner, "replacement", True)
-    known = type(inner) in _CHUNKS and not replaces
-    if skip and type(inner) is WeightedRandomSampler:
-        return None  # it may draw from the global generator, which is as it was in the state only now
-    if not known or (index_sampler.batch_size < LEAST_PACKED and not skip):
+    inner: Any = index_sampler.sampler
+    kind: type = type(inner)
+    if _chunks_of(kind) is None or (index_sampler.batch_size < LEAST_PACKED and not skip):
         return None
-    if not all(is_by_torch(kind.__iter__, kind) for kind in (BatchSampler, type(inner))):
+    if skip and kind not in (SequentialSampler, RandomSampler, DistributedSampler):
         return None
-    check_against_torch(type(inner))
-    return None if is_missing(Feature.ARRAY_SAMPLING) else _batches(index_sampler, skip)
+    if isinstance(inner, RandomSampler) and getattr(inner, "replacement", True):
+        return None
+    if kind is SubsetRandomSampler and not _is_of_ints(inner.indices):
+        return None
+    own = [(base.__dict__["__iter__"], base) for base in kind.__mro__ if "__iter__" in base.__dict__]
+    if not all(is_by_torch(*each) for each in [(BatchSampler.__iter__, BatchSampler), *own]):
+        return None
+    if (why := why_unlike_torchs(kind)) is None:
+        return _batches(index_sampler, skip)
+    text = unavailable("drawing index batches as arrays", why)
+    warn_once(f"{text} Index batches are the same, but take 36 bytes for each sample of the dataset.")
+    return None
+
+
+def _is_of_ints(indices: Any) -> bool:
+    kind = type(indices)
+    return kind is range or (kind in (list, tuple) and set(map(type, indices)) == {int})
 
 
 @functools.cache
-def check_against_torch(kind: type) -> None:
-    """Disable arrays in this process unless they match torch's iteration over small samplers of a class.
+def why_unlike_torchs(kind: type) -> str | None:
+    """The reason why arrays do not match torch's iteration over small samplers of a class; None if they do.
 
     The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
     once for each class, and leaves the global generator as it was.
@@ -74,17 +90,21 @@ def check_against_torch(kind: type) -> None:
             batch = next(batches, None)
             indices = batch.tolist() if isinstance(batch, PackedInts) else batch
             states = [one.numpy().tobytes() for one in (torch.get_rng_state(), generator.get_state())]
-            steps.append((indices, states))
+            steps.append((indices, states, getattr(sampler.sampler, "epoch", None)))
         return steps
 
     data: Any = range(7)
     arguments: list[dict[str, Any]] = [{}]
     if kind is RandomSampler:
         arguments += [{"num_samples": 17}, {"generator": generator}]
+    elif issubclass(kind, RandomSampler):
+        arguments = [{"data_seed": 5}, {"num_samples": 17, "generator": generator}]
+    elif kind is SubsetRandomSampler:
+        data, arguments = [4, 9, 2, 6, 1], [{}, {"generator": generator}]
     elif kind is WeightedRandomSampler:
         data = [0.1, 2.0, 0.0, 1.0]
         arguments = [{"num_samples": 8}, {"num_samples": 3, "replacement": False, "generator": generator}]
-    elif kind is DistributedSampler:
+    elif issubclass(kind, DistributedSampler):
         arguments = [
             {"num_replicas": replicas, "rank": 1, "shuffle": shuffle, "drop_last": drop, "seed": 3}
             for replicas, shuffle, drop in itertools.product((2, 3, 20), (False, True), (False, True))
@@ -92,15 +112,14 @@ def check_against_torch(kind: type) -> None:
     try:
         with torch.device("cpu"):  # whatever the program's default device is
             for keywords, drop_last in itertools.product(arguments, (False, True)):
-                batches = BatchSampler(kind(data, **keywords), 3, drop_last)
-                if trace(iter, batches) != trace(_batches, batches):
-                    disable(
-                        Feature.ARRAY_SAMPLING, f"its {kind.__name__} or BatchSampler draws in another way"
-                    )
+                twice = [BatchSampler(kind(data, **keywords), 3, drop_last) for _ in range(2)]
+                if trace(iter, twice[0]) != trace(_batches, twice[1]):
+                    return f"its {kind.__name__} or BatchSampler draws in another way"
     except Exception as error:  # noqa: BLE001 - samplers of an unknown torch
-        disable(Feature.ARRAY_SAMPLING, f"its samplers cannot be compared with ours: {error!r}")
+        return f"its samplers cannot be compared with ours: {error!r}"
     finally:
         torch.set_rng_state(state)
+    return None
 
 
 def is_by_torch(method: Any, kind: type) -> bool:
@@ -114,7 +133,7 @@ def is_by_torch(method: Any, kind: type) -> bool:
 def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
     """Iterate as ``BatchSampler.__iter__`` does: the inner sampler is asked no sooner than needed."""
     inner: Any = sampler.sampler
-    chunks = _CHUNKS[type(inner)](inner, sampler.batch_size)
+    chunks = _chunks_of(type(inner))(inner, sampler.batch_size)  # type: ignore[misc]  # it was asked before
     chunk, begin = np.empty(0, np.int64), skip * sampler.batch_size  # which may be far behind the chunk
     view = chunk.data
     drop_last, batch_size = sampler.drop_last, sampler.batch_size
@@ -157,7 +176,33 @@ def _weighted(sampler: WeightedRandomSampler, _: int) -> Iterator[IntArray]:
     yield drawn.cpu().numpy()
 
 
-def _share(sampler: DistributedSampler[Any], _: int) -> Iterator[IntArray]:
+def _of_subset(sampler: SubsetRandomSampler, nbatch: int) -> Iterator[IntArray]:
+    """Draw as ``SubsetRandomSampler.__iter__``, which looks each index up when its batch is made."""
+    indices = sampler.indices
+    places = torch.randperm(len(indices), generator=sampler.generator).numpy()
+    for begin in range(0, len(places), nbatch):
+        some = places[begin : begin + nbatch].tolist()
+        found = int_array([indices[place] for place in some])
+        if found is None:
+            raise TypeError("the indices of a SubsetRandomSampler were ints, and were changed meanwhile")
+        yield found
+
+
+def _seeded(sampler: Any, nbatch: int) -> Iterator[IntArray]:
+    """Draw as accelerate's ``SeedableRandomSampler.__iter__``."""
+    if sampler.generator is None:
+        sampler.generator = torch.Generator(torch.get_default_device())
+    sampler.generator.manual_seed(sampler.epoch + sampler.initial_seed)
+    yield from _permutations(sampler, nbatch)
+    sampler.set_epoch(sampler.epoch + 1)
+
+
+def _unrepeated(sampler: Any, nbatch: int) -> Iterator[IntArray]:
+    """Draw as Lightning's ``UnrepeatedDistributedSampler.__iter__``, which does without the seed."""
+    return _share(sampler, nbatch, sampler.epoch)
+
+
+def _share(sampler: DistributedSampler[Any], _: int, seed: int | None = None) -> Iterator[IntArray]:
     """Draw as ``DistributedSampler.__iter__``: one rank's places in an order that is repeated to be even."""
     length, total, step = len(sampler.dataset), sampler.total_size, sampler.num_replicas  # type: ignore[arg-type]
     even = total <= length if sampler.drop_last else total >= length
@@ -166,7 +211,7 @@ def _share(sampler: DistributedSampler[Any], _: int) -> Iterator[IntArray]:
         return
     if sampler.shuffle:
         generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch)
+        generator.manual_seed(sampler.seed + sampler.epoch if seed is None else seed)
         order = torch.randperm(length, generator=generator).numpy()
     else:
         order = np.arange(length, dtype=np.int64)
@@ -179,10 +224,20 @@ def _share(sampler: DistributedSampler[Any], _: int) -> Iterator[IntArray]:
     yield share
 
 
-_CHUNKS: dict[type, Callable[[Any, int], Iterator[IntArray]]] = {
-    SequentialSampler: _ranges,
-    RandomSampler: _permutations,
-    WeightedRandomSampler: _weighted,
-    DistributedSampler: _share,
+_CHUNKS: dict[tuple[str, str], Callable[[Any, int], Iterator[IntArray]]] = {
+    (SequentialSampler.__module__, "SequentialSampler"): _ranges,
+    (RandomSampler.__module__, "RandomSampler"): _permutations,
+    (SubsetRandomSampler.__module__, "SubsetRandomSampler"): _of_subset,
+    (WeightedRandomSampler.__module__, "WeightedRandomSampler"): _weighted,
+    (DistributedSampler.__module__, "DistributedSampler"): _share,
+    ("accelerate.data_loader", "SeedableRandomSampler"): _seeded,
+    ("lightning.pytorch.overrides.distributed", "UnrepeatedDistributedSampler"): _unrepeated,
+    ("pytorch_lightning.overrides.distributed", "UnrepeatedDistributedSampler"): _unrepeated,
 }
-"""Classes of torch's, with functions that give what their iterators give, in arrays."""
+"""Classes by module and name, with functions that give what their iterators give, in arrays."""
+
+
+def _chunks_of(kind: type) -> Callable[[Any, int], Iterator[IntArray]] | None:
+    place = kind.__module__, kind.__name__
+    is_it = place in _CHUNKS and getattr(sys.modules.get(place[0]), place[1], None) is kind
+    return _CHUNKS[place] if is_it else None

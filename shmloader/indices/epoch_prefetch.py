@@ -33,7 +33,8 @@ NOTHING: Any = object()
 """Stands for a missing index batch."""
 
 _MOST_DISCARDED = 2  # epochs in a row whose early batches were discarded; after them none is begun early
-_DRAW_NOTHING = {BatchSampler, SequentialSampler, list, tuple, range}
+DRAW_NOTHING: set[type] = {BatchSampler, SequentialSampler, list, tuple, range}
+"""Samplers whose order is always the same, or that of their inner ones. The integrations add frameworks'."""
 
 
 def next_epoch_for(settings: Settings) -> NextEpoch | None:
@@ -60,7 +61,7 @@ def _why_not(settings: Settings) -> str:
             return f"{name} has a generator, which set_epoch() may seed. Make one from the epoch in __iter__"
         if not has_epoch and callable(attribute_of(sampler, "set_epoch")):
             return f"{name} has set_epoch(), and no number `epoch` to foresee the next by"
-        if not (has_epoch or has_generator or kind in _DRAW_NOTHING):
+        if not (has_epoch or has_generator or kind in DRAW_NOTHING):
             return (
                 f"{name} draws from torch's global generator, from which the program may draw as well, or "
                 "counts its epochs itself. Pass a generator, generator=torch.Generator().manual_seed(...), "

@@ -13,6 +13,7 @@ import math
 import os
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -59,8 +60,20 @@ class Auto:
         self.settled = False
         self._most_prefetch = prefetch_factor if given[1] is not None else max(prefetch_factor, MOST_PREFETCH)
         self._why = "batches were too quick, or epochs too short, to measure"
+        self._loader: Callable[[], Any] = lambda: None
         self._worker_s = 0.0  # that a batch took a worker when the first decision was made
         self._period: list[tuple[float, float, float]] = []
+
+    def show_in(self, loader: Any) -> None:
+        """Show the choice, from now on, in a loader's attributes; the loader is not kept alive."""
+        self._loader = weakref.ref(loader)
+        self.show()
+
+    def show(self) -> None:
+        """Write the choice to the loader's attributes, unless the program has set plain numbers."""
+        for name in ("num_workers", "prefetch_factor"):
+            if isinstance(getattr(loader := self._loader(), name, None), AutoCount):
+                setattr(loader, name, AutoCount(getattr(self, name)))
 
     def report(self) -> AutotuneReport:
         """The choice and its reasons, for `LoaderStatistics`."""
@@ -123,7 +136,7 @@ def auto_for(loader: Any, before: Auto | None) -> Auto | None:
         return None
     if before is None or before.given != given:
         before = Auto(max(1, int(workers)), int(prefetch), given, _most_workers())
-    _show(loader, before)
+    before.show_in(loader)
     return before
 
 
@@ -135,27 +148,20 @@ def _most_workers() -> int:
     return max(1, found.usable // max(1, shared))
 
 
-def _show(loader: Any, auto: Auto) -> None:
-    """Write the choice to the loader's attributes, unless the program has set plain numbers."""
-    for name in ("num_workers", "prefetch_factor"):
-        if isinstance(getattr(loader, name), AutoCount):
-            setattr(loader, name, AutoCount(getattr(auto, name)))
-
-
 class Growth:
     """Measures one iterator, and gives it the workers and slots that `Auto` wants.
 
-    The choice is written to the loader's attributes; the loader is not kept alive. ``free_workers`` is None
-    if no workers are added.
+    ``free_workers`` is None if no workers are added.
     """
 
-    def __init__(self, auto: Auto, loader: Any, exchange: Exchange, free_workers: FreeWorkers | None) -> None:
+    def __init__(
+        self, auto: Auto, num_workers: int, exchange: Exchange, free_workers: FreeWorkers | None
+    ) -> None:
         self._auto = auto
-        self._loader = weakref.ref(loader)
         self._exchange = exchange
         self._workers = exchange.workers
         self._free_workers = free_workers
-        self._serving = int(loader.num_workers), auto.prefetch_factor
+        self._serving = num_workers, auto.prefetch_factor
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -201,9 +207,7 @@ class Growth:
                 self.begin_epoch()
             elif auto.batches >= MOST_BATCHES:
                 auto.settle(workers, prefetch, "no more batches fit in the memory budget")
-        loader = self._loader()
-        if loader is not None:
-            _show(loader, auto)
+        auto.show()
 
     def _start_worker(self) -> None:
         """Start one more worker, if the host has room for it."""

@@ -16,7 +16,7 @@ from shmloader.indices.epoch_prefetch import NOTHING, NextEpoch
 from shmloader.indices.samplers import GeneratorStates, sampler_of_indices
 from shmloader.order.auto import Auto, Growth
 from shmloader.order.policies import FreeWorkers, Turns
-from shmloader.settings import is_dynamic
+from shmloader.settings import DYNAMIC, Settings
 from shmloader.slots import Place
 
 
@@ -29,8 +29,7 @@ class Scheduler:
 
     def __init__(
         self,
-        loader: Any,
-        index_sampler: Any,
+        settings: Settings,
         exchange: Exchange,
         auto: Auto | None,
         next_epoch: NextEpoch | None = None,
@@ -40,19 +39,19 @@ class Scheduler:
         self._table = table = exchange.table
         self._counters = exchange.counters
         # It draws once more at its end. The time of that draw must not depend on how far workers ran ahead.
-        is_random = type(sampler_of_indices(index_sampler)) is RandomSampler
-        self._random_sampler = index_sampler if is_random else None
+        is_random = type(sampler_of_indices(settings.index_sampler)) is RandomSampler
+        self._random_sampler = settings.index_sampler if is_random else None
         self._length = -1  # index batches of such a sampler
         self._next_epoch = next_epoch
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
-        num_workers, prefetch_factor = int(loader.num_workers), int(loader.prefetch_factor)
-        self._turns = Turns(table, num_workers, in_order=loader.in_order)
-        if is_dynamic(loader):
-            self.free_workers = FreeWorkers(table, num_workers, prefetch_factor, loader.timeout)
+        num_workers = settings.num_workers
+        self._turns = Turns(table, num_workers, in_order=settings.in_order)
+        if settings.dispatch == DYNAMIC:
+            self.free_workers = FreeWorkers(table, num_workers, settings.prefetch_factor, settings.timeout)
         self._policy: Turns | FreeWorkers = self.free_workers or self._turns
-        self._growth = None if auto is None else Growth(auto, loader, exchange, self.free_workers)
+        self._growth = None if auto is None else Growth(auto, num_workers, exchange, self.free_workers)
 
     # --- epochs
 

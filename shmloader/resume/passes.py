@@ -103,18 +103,12 @@ class Pass:
         Raises:
             ResumeError: If the state cannot be resumed from.
         """
-        settings, goes_on, loaded = self.settings, self._goes_on, self._loaded
-        index_sampler = settings.index_sampler
-        sampler_epoch = getattr(sampler_with_epoch(index_sampler), "epoch", None)
+        settings, goes_on = self.settings, self._goes_on
+        sampler_epoch = getattr(sampler_with_epoch(settings.index_sampler), "epoch", None)
         done: int | tuple[int, ...] = 0
         in_order, global_before = True, self.global_before
         if goes_on is not None:
-            if sampler_epoch != goes_on["sampler_epoch"]:
-                raise ResumeError(
-                    f"the state was taken in mid-epoch, with the sampler's epoch {goes_on['sampler_epoch']}, "
-                    f"and the sampler is set to epoch {sampler_epoch} now. Let the program's loop begin with "
-                    f"epoch {goes_on['sampler_epoch']}."
-                )
+            self._check_epoch(goes_on, sampler_epoch)
             set_generator(settings.generator, goes_on, "loader_generator")
             early, done = behind(goes_on), goes_on["batches"]
             done = (goes_on["batches"], *early) if early else done
@@ -123,23 +117,11 @@ class Pass:
         if goes_on is not None and not settings.is_iterable and (done or goes_on["sampler_generator"]):
             before = GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
         elif settings.is_iterable or (goes_on is not None and before is not None):
-            before = generator_states(index_sampler, settings.generator)  # as they are now, all drawn or set
+            before = generator_states(settings.index_sampler, settings.generator)  # all is drawn, or set
         progress = Progress(
             *seeds, sampler_epoch, global_before, before, done, self._set_epoch, in_order, self.stream
         )
-        if settings.is_iterable:
-            # A stream's index batches are None, or lists of it; True in its place asks for its state.
-            batches: Iterator[Any] = (
-                batch if not self._is_asked() else True if batch is None else [True] * len(batch)
-                for batch in sampler_iter
-            )
-        elif goes_on is not None:
-            batches = self._rest(goes_on)
-        elif loaded is not None and sampler_with_state(index_sampler) is not None:
-            unchanged = described(settings).items() <= loaded.items()
-            batches = batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
-        else:
-            batches = track(index_sampler, sampler_iter)
+        batches = self._batches(sampler_iter)
         if isinstance(batches, TrackedBatches):
             batches.follow(lambda: progress.taken, self._is_asked, self._looks)
             progress.track(batches)
@@ -148,6 +130,30 @@ class Pass:
             batches = _first_drawn(batches)
         self.progress = progress
         return batches, progress
+
+    def _check_epoch(self, goes_on: State, sampler_epoch: int | None) -> None:
+        if sampler_epoch != goes_on["sampler_epoch"]:
+            raise ResumeError(
+                f"the state was taken in mid-epoch, with the sampler's epoch {goes_on['sampler_epoch']}, and "
+                f"the sampler is set to epoch {sampler_epoch} now. Let the program's loop begin with epoch "
+                f"{goes_on['sampler_epoch']}."
+            )
+
+    def _batches(self, sampler_iter: Iterator[Any]) -> Iterator[Any]:
+        """The index batches from the epoch's place on."""
+        settings, loaded, index_sampler = self.settings, self._loaded, self.settings.index_sampler
+        if settings.is_iterable:
+            # A stream's index batches are None, or lists of it; True in its place asks for its state.
+            return (
+                batch if not self._is_asked() else True if batch is None else [True] * len(batch)
+                for batch in sampler_iter
+            )
+        if self._goes_on is not None:
+            return self._rest(self._goes_on)
+        if loaded is not None and sampler_with_state(index_sampler) is not None:
+            unchanged = described(settings).items() <= loaded.items()
+            return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
+        return track(index_sampler, sampler_iter)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""

@@ -46,6 +46,7 @@ class States:
         self._set_epoch: int | None = None
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
         self._progress: Progress | None = None
+        self._settings: Any = None  # of the same epoch
         self._constant: State | None = None  # the part of a state that stays the same in this epoch
         self._counted: Progress | None = None  # the epoch, if nothing but `done` changes in its states
         # Epochs of iterators that live on, with `done` when the next one began.
@@ -72,26 +73,31 @@ class States:
         state["batches"] = done
         return state
 
-    def state(self, settings: Settings, loaded: State | None) -> State:
+    def state(self, read: Callable[[], Settings], loaded: State | None) -> State:
         """The state of a loader, now. Takes microseconds; longer at the first call in an epoch.
+
+        Args:
+            read: Reads the loader's settings as they are now; in an epoch those of its beginning count.
+            loaded: The state that was loaded, or None.
 
         Raises:
             ResumeError: If two iterators are in use at once, or a sampler's own state cannot be saved.
         """
         progress = self._progress
-        if not self._asked and not settings.is_iterable and has_place(settings.dataset):
-            name = type(settings.dataset).__qualname__
+        if not self._asked and not (now := read()).is_iterable and has_place(now.dataset):
+            name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
         self._asked = True
         if loaded is not None:
             return loaded.copy()
         if progress is None or progress.finished:
-            return self._between_epochs(settings, progress)
+            return self._between_epochs(read(), progress)
         if any(older.done != done for older, done in self._older.items()):
             raise ResumeError(
                 "two iterators over this loader are in use at once: the older one has given batches since "
                 "the newer one began, and a state would hold for one of them only. Make a loader for each."
             )
+        settings = self._settings
         state = (self._constant or self._constant_of(settings, progress)).copy()
         state["batches"], state["batches_behind"] = progress.taken, ",".join(map(str, progress.behind))
         stream = progress.stream
@@ -135,12 +141,12 @@ class States:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
         return state
 
-    def state_after_epoch(self, settings: Settings, loaded: State | None, epoch: int) -> State:
+    def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
         progress = self._progress
         if loaded is not None or progress is None or not progress.taken:
-            return self.state(settings, loaded)
-        state = self._between_epochs(settings, progress)
+            return self.state(read, loaded)
+        state = self._between_epochs(read(), progress)
         return state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
@@ -201,14 +207,15 @@ class States:
         finally:
             self._pass = None
             if one_pass.progress is not None:
-                self._go_on(one_pass.progress)
+                self._go_on(settings, one_pass.progress)
             if not (one_pass.keeps_draws or GENERATOR_IS_LOADED.get()):
                 torch.set_rng_state(one_pass.global_before)
 
-    def _go_on(self, progress: Progress) -> None:
+    def _go_on(self, settings: Settings, progress: Progress) -> None:
         if self._progress is not None and not self._progress.finished:
             self._older[self._progress] = self._progress.done
-        self._progress, self._constant, self._counted, self.begun = progress, None, None, True
+        self._settings, self._progress, self.begun = settings, progress, True
+        self._constant = self._counted = None
 
 
 def _sampler_keys(settings: Settings, progress: Progress) -> State:

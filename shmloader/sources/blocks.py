@@ -85,6 +85,8 @@ def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     _check_rows(tensor)
     if tensor.is_cpu:
         return tensor.index_select(0, torch.from_numpy(rows))
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotGathered("the indices cannot be copied to the device while its stream is captured")
     index = torch.from_numpy(within(rows, len(tensor)))  # other devices raise for a wrong one too late
     return tensor.index_select(0, index.to(tensor.device))
 

@@ -26,7 +26,7 @@ from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
 from shmloader.sources.stores import StoreRows
 from shmloader.store_hooks import hooks
-from shmloader.torch_features import Feature, missing_message, why_missing
+from shmloader.torch_private import unavailable, why_missing
 
 _log = logging.getLogger("shmloader")
 _CUSTOM_COLLATE = (
@@ -173,8 +173,8 @@ def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
 
 
 def _source_for(dataset: Any, collate_fn: Any, *, in_worker: bool) -> Source:
-    if why_missing(Feature.COLLATION) is not None:
-        raise NotGathered(missing_message(Feature.COLLATION))
+    if (lack := why_missing()) is not None:
+        raise NotGathered(unavailable("gathering whole batches", lack))
     if collate_fn is not None and not joins_by_default(collate_fn):
         raise NotGathered(_CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE)
     return recognise(dataset, in_worker=in_worker)

@@ -10,6 +10,7 @@ import copyreg
 import io
 import logging
 import pickle
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
@@ -208,7 +209,7 @@ def _write(node: Node, writer: MemoryWriter, copy: bool, progress: bool | None) 
     if is_pandas_part(value):
         return _write_pandas(value, writer)
     make = _write_in_place(value.table, writer)
-    return lambda buffer: type(value)(make(buffer))
+    return lambda buffer: sys.modules["datasets.table"].InMemoryTable(make(buffer))
 
 
 def _write_array(value: Any, writer: MemoryWriter) -> Make:

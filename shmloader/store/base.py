@@ -37,7 +37,6 @@ class SharedObject(ReadOnly, ABC):
     def to_arrow(self) -> Any:
         """A ``pyarrow`` object with the same rows, over the same memory if all chunks have the same types.
 
-        The numbers of records with three or more of them are copied, since they lie side by side in memory.
         Values that Arrow has no type for have extension types of shmloader's over ordinary ones.
 
         Raises:

@@ -15,11 +15,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from shmloader.store.columns.compiled import Reader, Scope
+from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.encode import ColumnEncoder
-from shmloader.store.columns.packed import field_of_struct, structs_of, types_of_fields, unpacked
-from shmloader.store.columns.read import make_reader
-from shmloader.store.columns.types import Classes, ClassFinder, LinkType, dictionary_outside, find_types
+from shmloader.store.columns.kind import (
+    Origin,
+    PythonType,
+    Reader,
+    dictionary_outside,
+    find_types,
+    reader_of,
+    types_in,
+)
+from shmloader.store.columns.mixed import Links
+from shmloader.store.columns.records import structs_of, types_of_fields
 from shmloader.store.handles import reduce_arrow_buffer, register
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import form_of
@@ -77,7 +85,9 @@ class Chunks:
 
     def __reduce__(self) -> Any:
         for schema, _ in groupby(batch.schema for batch in self.batches):  # of a file's batches, once
-            self.finder.find_all(schema)
+            for kind in (kind for one in schema for kind in types_in(one.type)):
+                if isinstance(kind, PythonType) and "python" in kind.parameters:
+                    self.finder.find(kind)
         make, *arguments = self.made_by
         return make, (*arguments, self.finder.given())
 
@@ -141,7 +151,7 @@ def field_of(column: Any, name: str | int) -> Any:
         if isinstance(name, int) and structs is not column and 0 <= name < len(names):
             name = names[name]
         if name in names:
-            return field_of_struct(structs, str(name))
+            return structs.field(str(name))
     raise KeyError(name)
 
 
@@ -156,8 +166,8 @@ class Column:
         path: The field; empty for the rows.
         copy: Whether arrays and tensors are private copies.
         starts: See `Chunks`.
-        readers: Chunk ``c``'s reader is at ``c + 1``, the result of bisecting the starts. Both ends stay
-            None: no such row.
+        readers: Chunk ``c``'s reader, of row numbers in the chunk, is at ``c + 1``, the result of bisecting
+            the starts. Both ends stay None: no such row.
     """
 
     def __init__(self, chunks: Chunks, path: Path = (), *, copy: bool = False) -> None:
@@ -174,12 +184,11 @@ class Column:
     def __call__(self, number: int) -> Any:
         """Read one row."""
         place = bisect_right(self.starts, number)
-        return (self.readers[place] or self.make(place))(number)
+        return (self.readers[place] or self.make(place))(number - self.starts[place - 1])
 
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""
-        scope = self._scope(place - 1)
-        reader = self.readers[place] = make_reader(self.array(place - 1), scope, self.starts[place - 1])
+        reader = self.readers[place] = reader_of(self.array(place - 1), self._origin(place - 1))
         return reader
 
     def field(self, name: str | int) -> Column:
@@ -190,7 +199,7 @@ class Column:
         """The values of a chunk; KeyError if not all rows have the field."""
         array = self.chunks.column(chunk)
         for name in self.path:
-            array = field_of(self._plain(chunk, array) if isinstance(array.type, LinkType) else array, name)
+            array = field_of(self._plain(chunk, array) if isinstance(array.type, Links) else array, name)
         return array
 
     def arrays(self) -> list[Any]:
@@ -202,13 +211,11 @@ class Column:
         return [self._plain(chunk, array) for chunk, array in enumerate(self.arrays())]
 
     def _plain(self, chunk: int, array: Any) -> Any:
-        if not find_types(array.type, LinkType):
-            return unpacked(array)
-        read = make_reader(array, self._scope(chunk))
+        if not find_types(array.type, Links):
+            return array
+        read = reader_of(array, self._origin(chunk))
         return ColumnEncoder().encode(list(map(read, range(len(array)))))
 
-    def _scope(self, chunk: int) -> Scope:
+    def _origin(self, chunk: int) -> Origin:
         chunks = self.chunks
-        return Scope(
-            chunks.memories[chunk], chunks.finder, self._links, copy=self.copy, pickles=chunks.pickles
-        )
+        return Origin(chunks.memories[chunk], chunks.finder, self._links, self.copy, chunks.pickles)

@@ -12,16 +12,10 @@ import pyarrow as pa
 import torch
 
 from shmloader.messages import shown
-from shmloader.store.columns.packed import field_of_struct, numbers, structs_of, types_of_fields
-from shmloader.store.columns.types import (
-    LinkType,
-    PackedType,
-    PickleType,
-    PythonType,
-    children_of,
-    find_types,
-    is_list,
-)
+from shmloader.store.columns.kind import find_types, type_name
+from shmloader.store.columns.mixed import Links
+from shmloader.store.columns.records import structs_of, types_of_fields
+from shmloader.store.columns.values import Pickles
 
 _MOST_SHOWN = 5  # rows in the table of a repr
 _MOST_CHARACTERS = 40  # of a value in it
@@ -122,18 +116,18 @@ def describe_columns(
 
 def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -> FieldDescription:
     found = dict.fromkeys(part.type for part in parts)
-    kinds = [type_of_link(one.parameters["link"]) if isinstance(one, LinkType) else one for one in found]
-    pickles = [one for kind in kinds for _, one in find_types(kind, PickleType)]
+    kinds = [type_of_link(one.parameters["link"]) if isinstance(one, Links) else one for one in found]
+    pickles = [one for kind in kinds for _, one in find_types(kind, Pickles)]
     classes = dict.fromkeys(name for one in pickles for name in one.parameters["types"])
     why = f"no column gives back {', '.join(classes)} as given" if classes else None
-    nbytes = sum(numbers(part).nbytes if isinstance(part.type, PackedType) else part.nbytes for part in parts)
+    nbytes = sum(part.nbytes for part in parts)
     return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
 
 
 def _parts_of(column: Any) -> list[tuple[str, Any]]:
     structs = structs_of(column)
     names = () if structs is None else types_of_fields(structs.type)
-    return [(name, field_of_struct(structs, name)) for name in names] or [("", column)]
+    return [(name, structs.field(name)) for name in names] or [("", column)]
 
 
 def _kind_of(columns: list[Any]) -> str:
@@ -141,26 +135,3 @@ def _kind_of(columns: list[Any]) -> str:
     if any(pa.types.is_union(column.type) for column in columns):
         return "mixed"
     return " or ".join(dict.fromkeys(type_name(column.type) for column in columns)) or "objects"
-
-
-def type_name(kind: Any) -> str:
-    """A type for people: of shmloader's own without the storage."""
-    if isinstance(kind, PackedType):
-        return str(pa.from_numpy_dtype(kind.parameters["code"]))
-    if isinstance(kind, PythonType):
-        said = kind.parameters
-        parts = [str(said[key]) for key in ("python", "tensor", "dtype", "shape", "kind") if key in said]
-        if "tensor" in said:
-            return f"tensor {said['tensor']} {said.get('shape', '')}".strip()
-        return " ".join([kind.NAME.removeprefix("shmloader."), *parts])
-    if pa.types.is_fixed_size_list(kind):
-        return f"list of {kind.list_size} {type_name(kind.value_type)}"
-    if is_list(kind):
-        return f"list of {type_name(kind.value_type)}"
-    if pa.types.is_struct(kind):
-        return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"
-    if pa.types.is_union(kind):
-        return " or ".join(map(type_name, children_of(kind)))
-    if pa.types.is_dictionary(kind):
-        return f"{type_name(kind.value_type)}, each once"
-    return str(kind)

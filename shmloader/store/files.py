@@ -22,8 +22,11 @@ from pyarrow import types as arrow
 from shmloader.errors import LoaderError
 from shmloader.memory.mapping import make_writable
 from shmloader.store.chunks import Chunks
-from shmloader.store.columns import types
-from shmloader.store.columns.types import ONLY_IN_MEMORY, VERSION, Classes, PickleType, find_types
+from shmloader.store.columns.classes import Classes
+from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_in
+from shmloader.store.columns.mixed import Links
+from shmloader.store.columns.records import Keys
+from shmloader.store.columns.values import Pickles
 from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
@@ -58,7 +61,7 @@ def open_store(
             schema = _schema_of(one)
             _check(one, schema, columns, allow_pickle=allow_pickle)
             new_form = _checked_form(schema)
-        new_names = [name for name in schema.names if name != types.KeysType.NAME]
+        new_names = [name for name in schema.names if name != Keys.NAME]
         is_alike = new_names == names and all(
             new_form.get(key) == form.get(key) for key in ("rows", "missing")
         )
@@ -144,16 +147,14 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
             raise KeyError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
     if columns is not None and len(set(columns)) < len(columns):
         raise ValueError(f"columns={list(columns)!r} for {path} name one more than once")
-    pickled = [
-        name or "rows" for field in fields for name, _ in find_types(field.type, PickleType, field.name)
-    ]
+    pickled = [name or "rows" for field in fields for name, _ in find_types(field.type, Pickles, field.name)]
     if pickled and not allow_pickle:
         raise ValueError(
             f"{path} has pickled values ({', '.join(dict.fromkeys(pickled))}), and unpickling runs code. "
             "If you trust the file's source: shmloader.open(path, allow_pickle=True); or choose "
             "other columns, columns=[...]"
         )
-    if any(find_types(field.type, ONLY_IN_MEMORY) for field in fields):
+    if any(find_types(field.type, Links) for field in fields):
         raise ValueError("it has columns that refer to others, which no file has")
 
 
@@ -184,7 +185,7 @@ def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     """The batches of a file that cannot be mapped, one by one."""
     if _magic_of(path) == _PARQUET_MAGIC:
         with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as parquet:
-            chosen = None if columns is None else [*columns, types.KeysType.NAME]
+            chosen = None if columns is None else [*columns, Keys.NAME]
             if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
                 # For these, Arrow's iter_batches ends the process.
                 for group in range(parquet.num_row_groups):
@@ -206,9 +207,7 @@ def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int
     leaves = [n for n in range(len(parquet.schema)) if f"{parquet.schema.column(n).path}.".startswith(begins)]
     for number in range(0, metadata.num_row_groups, -(-metadata.num_row_groups // _SAMPLED_GROUPS) or 1):
         for batch in parquet.iter_batches(_SAMPLED_ROWS, row_groups=[number], columns=columns):
-            dictionaries = [
-                one for one in batch.columns if any(map(arrow.is_dictionary, types.types_in(one.type)))
-            ]
+            dictionaries = [one for one in batch.columns if any(map(arrow.is_dictionary, types_in(one.type)))]
             words_nbytes = sum(column.nbytes for column in dictionaries)
             sizes.append((batch.nbytes - words_nbytes) / max(1, len(batch)))
             most = max(most, _DICTIONARY_SHARE * words_nbytes)
@@ -223,8 +222,7 @@ def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int
 def _is_over_dictionary(kind: Any) -> bool:
     """Whether a type, or one inside of it, is an extension type over a dictionary."""
     return any(
-        isinstance(one, types.PythonType) and arrow.is_dictionary(one.storage_type)
-        for one in types.types_in(kind)
+        isinstance(one, PythonType) and arrow.is_dictionary(one.storage_type) for one in types_in(kind)
     )
 
 
@@ -247,7 +245,7 @@ def _chosen(batch: Any, columns: Sequence[str] | None) -> Any:
     """Some columns of a batch, and which keys its rows have."""
     if columns is None:
         return batch
-    keys = [name for name in batch.schema.names if name == types.KeysType.NAME and name not in columns]
+    keys = [name for name in batch.schema.names if name == Keys.NAME and name not in columns]
     return batch.select([*columns, *keys])
 
 

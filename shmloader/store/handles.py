@@ -27,7 +27,6 @@ import functools
 import io
 import os
 import pickle
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import parent_process
@@ -42,6 +41,7 @@ import torch
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import LoaderError
+from shmloader.memory import PAGE_NBYTES
 from shmloader.store.sealed_buffer import SharedBuffer, buffer_at
 
 _LEAST_NBYTES = 1 << 12  # smaller ones are sent by value: a descriptor costs more
@@ -123,21 +123,13 @@ class MappedItems(NamedTuple):
 
 
 class _Area(NamedTuple):
-    """Memory that maps a file; ``is_changed`` if some pages are no longer the file's."""
+    """Memory that maps a file."""
 
     begin: int
     end: int
     rights: str
     offset: int
     path: str
-    is_changed: bool
-
-
-_AREA = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ \d+ +(/.*)\n(?:[A-Z].*\n)*?Anonymous: +(\d+) kB\n"
-    r"(?:[A-Z].*\n)*?Swap: +(\d+) kB",
-    re.MULTILINE,
-)
 
 
 class MappedFiles:
@@ -159,9 +151,11 @@ class MappedFiles:
         # torch's own shared memory has names, too, while it lives.
         if not path or path.startswith("/dev/shm/torch_") or not Path(path).is_file():
             return None
-        if any(area.path != path or area.is_changed for area in areas):
+        if any(area.path != path for area in areas):
             return None
-        begin, _, rights, offset, _, _ = areas[0]
+        begin, _, rights, offset, _ = areas[0]
+        if "p" in rights and _is_changed(low, high):
+            return None
         mode = ("c" if "p" in rights else "r+") if "w" in rights else "r"
         items = MappedItems(path, Path(path).stat(), offset + low - begin, high - low, mode)
         items.check(items.status)
@@ -170,20 +164,29 @@ class MappedFiles:
 
 def _areas_of_this_process() -> list[_Area]:
     try:
-        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="surrogateescape")
+        text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:  # the system does not tell
         return []
-    return [
-        _Area(
-            int(begin, 16),
-            int(end, 16),
-            rights,
-            int(offset, 16),
-            path.replace("\\012", "\n"),
-            private + swapped != "00",
-        )
-        for begin, end, rights, offset, path, private, swapped in _AREA.findall(text)
-    ]
+    areas = []
+    for line in text.splitlines():
+        bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
+        if path and path[0].startswith("/"):
+            begin, end = (int(bound, 16) for bound in bounds.split("-"))
+            areas.append(_Area(begin, end, rights, int(offset, 16), path[0].replace("\\012", "\n")))
+    return areas
+
+
+def _is_changed(low: int, high: int) -> bool:
+    """Whether this process has written to its private copy of a file's pages, or may have."""
+    first, last = low // PAGE_NBYTES, -(-high // PAGE_NBYTES)
+    try:
+        with Path("/proc/self/pagemap").open("rb") as file:
+            file.seek(8 * first)
+            pages = np.fromfile(file, np.uint64, last - first)
+    except OSError:
+        return True
+    here, of_a_file = pages >> np.uint64(62), pages >> np.uint64(61) & np.uint64(1)
+    return len(pages) < last - first or bool(((here != 0) & (of_a_file == 0)).any())
 
 
 def is_shared(value: Any, files: MappedFiles | None) -> bool:
@@ -301,8 +304,8 @@ def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
         return None
-    _, handle = _handle(tensor, files)
-    if handle is None:
+    low, handle = _handle(tensor, files)
+    if handle is None or (handle.__class__ is tuple and _is_changed(low, low + handle[2])):
         return None
     return _tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
 

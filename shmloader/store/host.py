@@ -15,14 +15,12 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -238,9 +236,7 @@ def _start_server(listener: socket.socket, fds: Sequence[int]) -> socket.socket:
 def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
     """Send an exception to all processes that wait now."""
     where = f"Raised in process {os.getpid()}, which built {name!r} for all ranks of this host"
-    text = "".join(traceback.format_exception(error)).rstrip()
-    failure = capture(error, where)._replace(note=f"{where}\nTraceback there:\n{text}")
-    layout = _buffer_of(pickle.dumps(failure))
+    layout = _buffer_of(capture(error, where, "there"))
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -326,7 +322,7 @@ def _take(answer: tuple[int, list[int], socket.socket], name: str, way: str) -> 
     with connection:
         layout, *buffers = _attach(fds)
         if kind == FAILED:
-            raise restore(pickle.loads(layout.view))
+            raise restore(bytes(layout.view))
         built, shared = unpack(layout.view, buffers)
         if built != way:
             raise LoaderError(

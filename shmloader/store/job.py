@@ -7,6 +7,7 @@ the others, and frameworks set variables in all of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import multiprocessing
@@ -80,37 +81,24 @@ def _is_python(pid: int) -> bool:
 
 
 def fingerprint_of(build: Callable[[], Any]) -> str:
-    """A fingerprint of a function without arguments: of its code, and of plain values that it is bound to."""
-    digest = hashlib.sha256()
-    for part in _parts_of(build, set()):
-        digest.update(part.encode(errors="backslashreplace") + b"\0")
-    return digest.hexdigest()[:32]
+    """A fingerprint of a function without arguments: its place, and plain values that it is bound to."""
+    text = "\0".join(_parts_of(build))
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
 
-def _parts_of(value: Any, seen: set[int]) -> list[str]:
-    """Texts that tell a value from others. Functions and lists, which may lead to themselves, count once."""
-    if isinstance(value, types.FunctionType | list):
-        if id(value) in seen:
-            return [type(value).__qualname__]
-        seen.add(id(value))
+def _parts_of(value: Any) -> list[str]:
+    """Texts that tell a value from others, the same in each process."""
     if isinstance(value, functools.partial):
-        return _parts_of((value.func, *value.args, *sorted(value.keywords.items())), seen)
+        return _parts_of((value.func, *value.args, *sorted(value.keywords.items())))
     if isinstance(value, types.MethodType):
-        return _parts_of(value.__func__, seen)
+        return _parts_of(value.__func__)
     if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return _parts_of((value.__code__, *(value.__defaults__ or ()), *cells), seen)
-    if isinstance(value, types.CodeType):
-        return [value.co_qualname, value.co_code.hex(), *value.co_names, *_parts_of(value.co_consts, seen)]
-    if isinstance(value, list | tuple):
-        return [part for item in value for part in _parts_of(item, seen)]
-    if isinstance(value, frozenset):  # its order is another one in each process
-        return sorted(part for item in value for part in _parts_of(item, seen))
+        bound = list(value.__defaults__ or ())
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty one
+                bound.append(cell.cell_contents)
+        place = value.__module__, value.__qualname__, value.__code__.co_firstlineno
+        return [*map(str, place), *_parts_of(tuple(one for one in bound if isinstance(one, _PLAIN)))]
+    if isinstance(value, tuple):
+        return [part for item in value for part in _parts_of(item)]
     return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

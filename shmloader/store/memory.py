@@ -23,8 +23,8 @@ from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
 from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import ColumnEncoder, batch_of
-from shmloader.store.columns.packed import packed
-from shmloader.store.columns.types import LinkType, find_types
+from shmloader.store.columns.kind import find_types
+from shmloader.store.columns.mixed import Links
 from shmloader.store.handles import register_reducers
 from shmloader.store.kinds import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
@@ -194,12 +194,12 @@ class Table:
             SharedMemoryExhausted: If the host has not enough memory left.
         """
         self.python_nbytes += nbytes_of_rows(values)
-        self.append_batch(batch_of(packed(self.encoder.encode(values))))
+        self.append_batch(batch_of(self.encoder.encode(values)))
 
     def append_items(self, items: list[tuple[Any, Any]]) -> None:
         """Append one chunk of a mapping's items."""
         self.python_nbytes += nbytes_of_rows(items)
-        columns = [packed(self.encoder.encode([item[n] for item in items], 1)) for n in (0, 1)]
+        columns = [self.encoder.encode([item[n] for item in items], 1) for n in (0, 1)]
         self.append_batch(pa.RecordBatch.from_arrays(columns, ["key", "value"]))
 
     def append_batch(self, batch: Any) -> None:
@@ -214,7 +214,7 @@ class Table:
         self.nbytes += self._out.nbytes - begin
         self.rows += len(batch)
         for field in batch.schema:
-            self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, LinkType)}
+            self.links |= {kind.parameters["link"] for _, kind in find_types(field.type, Links)}
 
     def end(self) -> None:
         """Append the heads of all chunks."""

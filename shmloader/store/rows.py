@@ -12,10 +12,11 @@ import pyarrow as pa
 from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path
-from shmloader.store.columns.types import PickleType, find_types
+from shmloader.store.columns.encode import joined
+from shmloader.store.columns.kind import find_types
+from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import joined
 from shmloader.store.take import ColumnGatherer, tuple_shape
 
 _NOT_ONE_ROW = (slice, str, list, tuple)
@@ -43,19 +44,19 @@ class RowStore(Store):
 
     def row(self, index: int) -> Any:
         """See `Store.row`."""
-        place = bisect_right(self._starts, index)
         try:
-            return (self._readers[place] or self._column.make(place))(index)
+            return self._column(index)
         except DAMAGES as error:
             self._raise(error, index)
 
     def __getitem__(self, index: Any) -> Any:
         # This is what is called once per sample: no further call where the row's reader exists.
         if index.__class__ is int:
-            reader = self._readers[bisect_right(self._starts, index)]
+            place = bisect_right(self._starts, index)
+            reader = self._readers[place]
             if reader is not None:
                 try:
-                    return reader(index)
+                    return reader(index - self._starts[place - 1])
                 except DAMAGES as error:
                     self._raise(error, index)
         return super().__getitem__(index)
@@ -64,7 +65,7 @@ class RowStore(Store):
         starts, readers, make = self._starts, self._readers, self._column.make
         numbers = row_numbers(indices, len(self))
         try:
-            return [(readers[at := bisect_right(starts, n)] or make(at))(n) for n in numbers]
+            return [(readers[at := bisect_right(starts, n)] or make(at))(n - starts[at - 1]) for n in numbers]
         except DAMAGES as error:
             for number in numbers:  # the one that cannot be read
                 self.row(number)
@@ -74,7 +75,7 @@ class RowStore(Store):
         starts, numbers = self._starts, iter(range(0))
         try:
             for place in range(1, len(starts)):
-                numbers = iter(range(starts[place - 1], starts[place]))
+                numbers = iter(range(starts[place] - starts[place - 1]))
                 read = self._readers[place] or self._column.make(place)
                 yield from map(read, numbers)
         except DAMAGES as error:
@@ -96,7 +97,7 @@ class RowStore(Store):
 
     def _has_pickles(self) -> bool:
         """Whether any values are pickled: reading them may raise whatever their classes do."""
-        return self.chunks.pickles and bool(find_types(self.field(0).type, PickleType))
+        return self.chunks.pickles and bool(find_types(self.field(0).type, Pickles))
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""

@@ -21,26 +21,16 @@ from shmloader.codec.array_kinds import (
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.base import Rows
 from shmloader.store.chunks import Chunks, Column
-from shmloader.store.columns.arrays import block_of, scalars_of
-from shmloader.store.columns.packed import keys_of, numbers, types_of_fields
-from shmloader.store.columns.types import (
-    ArrayType,
-    NamedTupleType,
-    PackedType,
-    ScalarType,
-    TupleType,
-    is_plain_namedtuple,
-)
+from shmloader.store.columns.arrays import NUMBERS
+from shmloader.store.columns.buffers import octets_of
+from shmloader.store.columns.classes import is_plain_namedtuple
+from shmloader.store.columns.kind import Block, kind_of, storage_of
+from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
+from shmloader.store.columns.values import KIND_OF_SCALAR
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 _MOST_SECTIONS = 4096
-_INTS, _FLOATS = ArrayKind(np.dtype(np.int64), 0), ArrayKind(np.dtype(np.float64), 0)
-_BOOLS = ArrayKind(np.dtype(np.bool_), 0)
-_KIND_OF_SCALAR = {int: _INTS, float: _FLOATS, bool: _BOOLS}
-_NUMBERS = "biufc"  # kinds of NumPy scalars that become one array
-_KIND_OF_NUMBERS = {"i": _INTS, "u": _INTS, "f": _FLOATS, "b": _BOOLS}
-
 
 _Gather = Callable[[Rows, Rows, Any], Any]
 """Gathers rows, numbered from 0 on, of these sections into outputs."""
@@ -98,7 +88,7 @@ def _gather_of(column: Column, chunk_of: Rows) -> _Gather:
 
         return gather_records
     if shape[1] and not other_shapes:
-        is_named = isinstance(arrays[0].type, NamedTupleType)
+        is_named = isinstance(arrays[0].type, Namedtuples)
         kind = column.chunks.finder.find(arrays[0].type) if is_named else tuple
         items = [_gather_of(column.field(place), chunk_of) for place in range(len(shape[1]))]
 
@@ -117,16 +107,18 @@ def _gather_of(column: Column, chunk_of: Rows) -> _Gather:
 class _Items:
     """A column whose rows all have one kind: its chunks, by dtype and memory."""
 
-    def __init__(self, kind: ArrayKind, shape: tuple[int, ...], pieces: list[_Piece], piece_of: Rows) -> None:
-        self._kind = kind
-        self._shape = shape
-        self._pieces = pieces
-        self._piece_of = piece_of
+    def __init__(self, block: Block, items: _Pieces, valid: _Pieces | None) -> None:
+        self._block = block
+        self._kind = block.kind
+        self._shape = () if block.bit is not None else block.items.shape[1:]
+        self._items = items
+        self._valid = valid
 
     def is_direct(self, rows: int) -> bool:
         """Whether the rows are one tensor, so that torch notices every row number that is out of range."""
-        first, *others = self._pieces
-        return not others and first.is_plain and len(first.items) == rows
+        first, *others = self._items.pieces
+        is_whole = isinstance(first, _Piece) and first.is_plain and len(first.items) == rows
+        return is_whole and not others and self._valid is None
 
     def gather_directly(self, indices: torch.Tensor, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors by indices that have not been looked at; None if they need that."""
@@ -138,25 +130,90 @@ class _Items:
         if indices.dim() != 1 or not (indices.is_cpu and out.is_contiguous() and out.is_cpu and out.numel()):
             return None
         try:
-            self._pieces[0].select(indices, out)
+            self._items.pieces[0].select(indices, out)
         except (IndexError, RuntimeError):  # of torch: an output that overlaps the indices, say
             return None
         return out
 
     def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
-        """Gather rows of these sections into one array or tensor."""
+        """Gather rows of these sections: into one array or tensor, or as a list where some are None."""
         kind, shape = self._kind, (len(rows), *self._shape)
+        missing = np.empty(0, np.int64)
+        if self._valid is not None:
+            missing = np.flatnonzero(~self._valid.gather(rows, sections, np.empty(len(rows), np.bool_)))
+        is_array = self._block.stacks and not len(missing)
+        if out is not None and not is_array:
+            raise _misfit([None] if len(missing) else [[...]])
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
-        if len(self._pieces) == 1:
-            self._pieces[0].gather(rows, sections, target)
-        else:
-            numbers = self._piece_of[sections]
-            for number, piece in enumerate(self._pieces):
-                chosen = np.flatnonzero(numbers == number)
-                part = np.empty((len(chosen), *self._shape), piece.dtype)
-                piece.gather(rows[chosen], sections[chosen], part)
-                target[chosen] = part
-        return wrap_array(target, kind) if out is None else out
+        self._items.gather(rows, sections, target)
+        if out is not None:
+            return out
+        gathered = wrap_array(target, kind)
+        if is_array:
+            return gathered
+        found = self._block.rows(gathered)
+        for row in missing.tolist():
+            found[row] = None
+        return found
+
+
+class _Pieces:
+    """Pieces of memory that have the rows of a column.
+
+    Attributes:
+        pieces: The pieces.
+    """
+
+    def __init__(self, blocks: dict[int, Block], chunks: Chunks, chunk_of: Rows) -> None:
+        alike: dict[Any, dict[int, Block]] = {}
+        for chunk, block in blocks.items():
+            items = block.items
+            key = items.dtype, items.strides[0], block.bit is None, id(chunks.memories[chunk])
+            alike.setdefault(key, {})[chunk] = block
+        piece_of = np.full(len(chunks.memories), len(alike))
+        for number, some in enumerate(alike.values()):
+            piece_of[list(some)] = number
+        self.pieces: list[Any] = [
+            (_Piece if next(iter(some.values())).bit is None else _Bits)(some, chunks, chunk_of)
+            for some in alike.values()
+        ]
+        self._piece_of = piece_of[chunk_of] if len(alike) > 1 or len(blocks) < len(piece_of) else None
+
+    def gather(self, rows: Rows, sections: Rows, target: Array) -> Array:
+        """Gather rows of these sections into an array; those of no piece are True."""
+        if self._piece_of is None:
+            self.pieces[0].gather(rows, sections, target)
+            return target
+        numbers = self._piece_of[sections]
+        for number, piece in enumerate(self.pieces):
+            chosen = np.flatnonzero(numbers == number)
+            part = np.empty((len(chosen), *target.shape[1:]), piece.dtype)
+            piece.gather(rows[chosen], sections[chosen], part)
+            target[chosen] = part
+        if len(rows):
+            target[numbers == len(self.pieces)] = True
+        return target
+
+
+class _Bits:
+    """Chunks of a column of bits in one piece of memory, which is seen as bytes."""
+
+    dtype = np.dtype(np.bool_)
+
+    def __init__(self, blocks: dict[int, Block], chunks: Chunks, chunk_of: Rows) -> None:
+        memory = chunks.memories[next(iter(blocks))]
+        self._octets = np.frombuffer(memory.view, np.uint8)
+        bases = np.zeros(len(chunks.memories), np.int64)
+        for chunk, block in blocks.items():
+            bases[chunk] = (
+                (_address(block.items) - memory.address) * 8 + (block.bit or 0) - chunks.starts[chunk]
+            )
+        self._bases = bases[chunk_of]
+
+    def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
+        """Gather the bits of rows of these sections."""
+        places = self._bases.take(sections, mode="clip") + rows
+        target[...] = self._octets[places >> 3] >> (places & 7).astype(np.uint8) & 1
 
 
 class _Piece:
@@ -171,7 +228,8 @@ class _Piece:
         is_plain: Whether row ``n`` is item ``n``: where chunks lie one behind the other.
     """
 
-    def __init__(self, blocks: dict[int, Array], chunks: Chunks, chunk_of: Rows) -> None:
+    def __init__(self, found: dict[int, Block], chunks: Chunks, chunk_of: Rows) -> None:
+        blocks = {chunk: block.items for chunk, block in found.items()}
         chunk, first = next(iter(blocks.items()))
         memory, starts = chunks.memories[chunk], chunks.starts
         self.dtype = first.dtype
@@ -222,25 +280,36 @@ def _address(array: Array) -> int:
 
 def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | None:
     """The pieces of a column; None if its rows are not all of one kind, or not numbers and arrays."""
-    alike: dict[Any, dict[int, Array]] = {}
-    kinds = set()
-    for chunk, column in enumerate(columns):
-        memory = chunks.memories[chunk]
-        found = _block(column, memory)
-        if found is None:
+    blocks, valid = {}, {}
+    for number, column in enumerate(columns):
+        memory, kind = chunks.memories[number], kind_of(column.type)
+        if pa.types.is_dictionary(storage_of(column).type):
             return None
-        block, kind = found
-        kinds.add((kind, block.shape[1:]))
-        is_inside = block.nbytes and 0 <= _address(block) - memory.address <= memory.nbytes - block.nbytes
-        if len(kinds) > 1 or len(block) != len(column) or not is_inside:
+        kind.check(column)
+        block = kind.block(column, memory)
+        if block is None:
             return None
-        alike.setdefault((block.dtype, block.strides[0], id(memory)), {})[chunk] = block
-    ((kind, shape),) = kinds
-    piece_of = np.zeros(len(columns), np.int64)
-    for number, blocks in enumerate(alike.values()):
-        piece_of[list(blocks)] = number
-    pieces = [_Piece(blocks, chunks, chunk_of) for blocks in alike.values()]
-    return _Items(kind, shape, pieces, piece_of[chunk_of])
+        blocks[number] = block
+        (first, *_), storage = blocks.values(), storage_of(column)
+        alike = (block.kind, block.items.shape[1:], block.bit is None, block.stacks)
+        rows = len(column) if block.bit is None else -(-(block.bit + len(column)) // 8)
+        is_inside = block.items.nbytes and _lies_in(block.items, memory)
+        is_first = alike == (first.kind, first.items.shape[1:], first.bit is None, first.stacks)
+        if not is_first or len(block.items) != rows or not is_inside:
+            return None
+        if storage.null_count:
+            bits = np.asarray(octets_of(storage, 0))[
+                storage.offset >> 3 : (storage.offset + len(column) + 7) >> 3
+            ]
+            if len(bits) * 8 < (storage.offset & 7) + len(column) or not _lies_in(bits, memory):
+                return None
+            valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=storage.offset & 7)
+    nulls = _Pieces(valid, chunks, chunk_of) if valid else None
+    return _Items(blocks[0], _Pieces(blocks, chunks, chunk_of), nulls)
+
+
+def _lies_in(array: Array, memory: SharedBuffer) -> bool:
+    return 0 <= _address(array) - memory.address <= memory.nbytes - array.nbytes
 
 
 def _keys(column: Any) -> tuple[str, ...]:
@@ -253,35 +322,10 @@ def _keys(column: Any) -> tuple[str, ...]:
 def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
     """The class and the fields of a column's tuples, if all have the same; no fields for any other column."""
     kind = column.type
-    is_tuple = isinstance(kind, TupleType | NamedTupleType) and pa.types.is_struct(kind.storage_type)
+    is_tuple = isinstance(kind, Tuples | Namedtuples) and pa.types.is_struct(kind.storage_type)
     if is_tuple and not column.storage.null_count:
         return kind.parameters.get("python", ""), tuple(types_of_fields(kind.storage_type))
     return "", ()
-
-
-def _block(column: Any, memory: SharedBuffer) -> tuple[Array, ArrayKind] | None:
-    """A column as one array and what its rows are; None if it cannot be one."""
-    kind = column.type
-    if isinstance(kind, ArrayType):
-        storage = column.storage
-        is_block = not storage.null_count and not pa.types.is_dictionary(storage.type)
-        return block_of(column, memory) if is_block else None
-    if isinstance(kind, ScalarType):
-        scalars, kind = scalars_of(column)
-        return None if column.storage.null_count or kind.dtype.kind not in _NUMBERS else (scalars, kind)
-    if isinstance(kind, PackedType):
-        found = numbers(column)
-    elif column.null_count or not _is_number(kind):
-        return None
-    else:
-        dtype = np.dtype(str(kind))  # to_pandas_dtype() imports pandas in older releases of pyarrow
-        found = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset : column.offset + len(column)]
-    return found, _KIND_OF_NUMBERS[found.dtype.kind]
-
-
-def _is_number(kind: Any) -> bool:
-    """Whether an Arrow type is float64, or of integers that int64 holds."""
-    return bool(kind == pa.float64() or (pa.types.is_integer(kind) and kind != pa.uint64()))
 
 
 def join(samples: list[Any], out: Any) -> Any:
@@ -304,13 +348,17 @@ def join(samples: list[Any], out: Any) -> Any:
             output_array(out, array.shape, kind)[...] = array
             return out
     if out is not None:
-        raise TypeError(f"rows such as {samples[:1]!r:.200} cannot be gathered into an output")
+        raise _misfit(samples)
     return samples
+
+
+def _misfit(samples: list[Any]) -> TypeError:
+    return TypeError(f"rows such as {samples[:1]!r:.200} cannot be gathered into an output")
 
 
 def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
     """Samples of one type as one array and what its rows are; None if they are not to be joined."""
-    kind = _KIND_OF_SCALAR.get(type(first))
+    kind = KIND_OF_SCALAR.get(type(first))
     if kind is not None:
         try:
             return np.array(samples, kind.dtype), kind
@@ -318,7 +366,7 @@ def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
             return None
     kind_of: Any = {torch.Tensor: kind_of_tensor}.get(type(first), kind_of_array)
     is_array = type(first) in (np.ndarray, torch.Tensor)
-    is_array |= isinstance(first, np.generic) and first.dtype.kind in _NUMBERS
+    is_array |= isinstance(first, np.generic) and first.dtype.kind in NUMBERS
     kinds = {(kind_of(sample), sample.shape) for sample in samples} if is_array else {(None, ())}
     kind, _ = kinds.pop()
     if kinds or kind is None:

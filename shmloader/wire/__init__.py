@@ -1,1 +1,1 @@
-"""Records between the main process and its workers, and the channels that carry them."""
+"""Records between the main process and its workers."""

@@ -115,10 +115,10 @@ def unpack_request(record: bytes) -> Request:
 
 # --- answers
 
-FAILED, DETACHED, SPILLED, REPORTED = 1, 2, 4, 8
-"""Flags of a `Published`. `FAILED`: it is an exception. `DETACHED`: the worker still held views of the slot,
-which were moved to private memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, with
-the header in them. `REPORTED`: it is a `bad_samples.Reported`."""
+DETACHED, SPILLED, REPORTED = 1, 2, 4
+"""Flags of a `Published`. `DETACHED`: the worker still held views of the slot, which were moved to private
+memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, with the header in them.
+`REPORTED`: it is a `bad_samples.Report`, with the batch or an exception."""
 
 
 class Published(NamedTuple):
@@ -131,7 +131,7 @@ class Published(NamedTuple):
         header_end: Bytes from the slot's start to the end of the header, and so of the batch.
         wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
         made_ns: Nanoseconds that it then took to make the batch.
-        flags: Sum of `FAILED`, `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
+        flags: Sum of `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
     """
 
     seq: int

@@ -58,7 +58,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def fetch(self, index_batch: Any) -> Any:
-        """Fetch and collate; returns a `Reported` if there is something to report.
+        """Fetch and collate; returns a `Report` if there is something to report.
 
         In a worker the batch has placeholders for the leaves that lie in the slot already.
 

@@ -1,4 +1,4 @@
-"""The worker's loop. Runs in the worker process or thread, and uses no object of the main process.
+"""The worker's loop. Runs in the worker process (`process`) or thread (`thread`).
 
 It takes one task at a time: read a record, fetch samples, collate them into the granted slot, publish. A
 worker ends when its link is closed. A worker process also ends when the main process dies.
@@ -7,32 +7,27 @@ worker ends when its link is closed. A worker process also ends when the main pr
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import pickle
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from shmloader import torch_private
 from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
-from shmloader.failures.bad_samples import Reported
+from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import capture, forget_frames
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.memory import Segment
 from shmloader.messages import shown
-from shmloader.wire.channel import Link, PipeLink, Pipes, ThreadLink
 from shmloader.wire.records import (
     DETACHED,
-    FAILED,
     INLINE_NBYTES,
     REPORTED,
     SPILLED,
@@ -50,10 +45,10 @@ from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
-from shmloader.worker.heap import WarmHeap, warm_heap
+from shmloader.worker.heap import WarmHeap
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
-from shmloader.worker.random_state import Generators, SampleSeeds, seed_worker_process, worker_seeds
+from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
@@ -87,35 +82,39 @@ class WorkerArguments:
     places: bool
 
 
-def run(arguments: WorkerArguments, pipes: Pipes) -> None:
-    """Entry point of a worker process, once its first steps are taken (`shmloader.workers.launch`)."""
-    gc.freeze()  # a collection would visit, and so copy, every object that a fork shares with its parent
-    set_current_allocator(None)  # of a worker thread that forked this process
-    torch.set_num_threads(1)
-    seed_worker_process(arguments.base_seed, arguments.worker_id)
-    _Worker(arguments, PipeLink(pipes), warm_heap(arguments.num_workers), in_thread=False).run()
+class Link(Protocol):
+    """A worker's end of its connection with the main process: records in, records out.
+
+    Attributes:
+        in_thread: Whether the worker is a thread of the main process.
+        wait_ns: Nanoseconds that the last `receive` waited.
+        received_ns: When it returned, by ``time.perf_counter_ns()``.
+        closed: Whether the main process is known to want nothing more.
+        dataset: For a thread, a copy of the dataset for its next epoch if it is to take a new one.
+    """
+
+    in_thread: bool
+    wait_ns: int
+    received_ns: int
+    closed: bool
+    dataset: Any
+
+    def receive(self) -> bytes:
+        """The next record; sleeps until there is one.
+
+        Raises:
+            BrokenPipeError: If the main process wants nothing more of this worker; so does `send`.
+        """
+
+    def send(self, record: bytes) -> None:
+        """Send a record."""
 
 
-def run_in_thread(arguments: WorkerArguments, link: Link) -> None:
-    """Entry point of a worker thread. The program's global generators are left alone."""
-    torch_private.use_one_core_in_this_thread()
-    pid = os.getpid()
-    try:
-        _Worker(arguments, link, None, in_thread=True).run()
-    except BaseException:
-        if os.getpid() == pid:
-            raise
-        # In a process that the dataset forked this is the only thread: its end aborts the interpreter.
-        traceback.print_exc()
-        os._exit(1)
+class Loop:
+    """One worker: its state from task to task, and what it does with each."""
 
-
-class _Worker:
-    """State of one worker."""
-
-    def __init__(
-        self, arguments: WorkerArguments, link: Link, heap: WarmHeap | None, *, in_thread: bool
-    ) -> None:
+    def __init__(self, arguments: WorkerArguments, link: Link, heap: WarmHeap | None = None) -> None:
+        in_thread = link.in_thread
         self._arguments = arguments
         self._heap = heap
         self._link = link
@@ -138,6 +137,7 @@ class _Worker:
             self._seeds = SampleSeeds(self._rng, arguments.base_seed, in_thread=in_thread)
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
+        self._place = f"thread {threading.current_thread().name!r}" if in_thread else f"pid {self._pid}"
         self._wait_ns = self._received_ns = 0
         self._later: deque[Request] = deque()
         self._settings = bytearray()  # of the coming epoch, as far as they have arrived
@@ -159,14 +159,15 @@ class _Worker:
         """Start as torch's worker does between seeding and the first task, in the same order."""
         arguments = self._arguments
         self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
-        torch_private.set_worker_info(
-            worker_id=arguments.worker_id,
+        info = torch_private.WorkerInfo(
+            id=arguments.worker_id,
             num_workers=arguments.num_workers,
             seed=self._seed,
             dataset=self._dataset,
             rng=self._rng,
-            in_thread=self._in_thread,
+            worker_method="thread" if self._in_thread else "multiprocessing",
         )
+        torch_private.set_worker_info(info, in_thread=self._in_thread)
         try:
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
@@ -215,8 +216,8 @@ class _Worker:
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
-            if settings.calls and isinstance(self._link, ThreadLink):
-                self._dataset = self._link.dataset  # a new copy, which `Workers.renew_datasets` has made
+            if settings.calls and self._in_thread:
+                self._dataset = self._link.dataset
                 self._start()
                 return
             if settings.calls:
@@ -231,7 +232,7 @@ class _Worker:
         """Make one batch, or an exception in its place, and publish it."""
         allocator = self._allocator
         index_batch: Any = None
-        flags = 0
+        detached = False
         try:
             allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
             payload = task.payload
@@ -251,23 +252,22 @@ class _Worker:
                 allocator.release()
                 self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
                 return
-            flags = REPORTED if type(batch) is Reported else 0
-            encoded = self._encode(batch)
+            encoded, reported = self._encode(batch), type(batch) is Report
             del batch
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker: the exception ends it
             self._end_if_closed()
-            encoded, detached = self._encode_failure(error, index_batch)
-            flags = FAILED | DETACHED if detached else FAILED
+            report = self._report_on(error, index_batch)
+            detached, reported = allocator.restart(), True
+            encoded = self._encoder.encode(report)
         if encoded.spilled is not None:
-            flags |= SPILLED
-            if allocator.restart():  # the pieces are written over what the user's code may keep
-                flags |= DETACHED
+            detached |= allocator.restart()  # the pieces are written over what the user's code may keep
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
-            flags |= DETACHED
+            detached = True
             self._placement.note_kept()
+        flags = DETACHED * detached | SPILLED * (encoded.spilled is not None) | REPORTED * reported
         begin, end = encoded.header_begin, encoded.header_end
         if self._heap is not None:
             self._heap.note_batch(end)
@@ -302,23 +302,16 @@ class _Worker:
         finally:
             set_current_allocator(None)
 
-    def _encode_failure(self, error: BaseException, index_batch: Any) -> tuple[Encoded, bool]:
-        """Put an exception into the slot in place of the batch; also return whether views were detached."""
-        place = f"thread {threading.current_thread().name!r}" if self._in_thread else f"pid {os.getpid()}"
-        where = (
-            f"Raised in shmloader worker {self._arguments.worker_id} ({place}), "
-            f"while it made the batch of indices {shown(index_batch)}"
-        )
+    def _report_on(self, error: BaseException, index_batch: Any) -> Report:
+        """The record that goes in place of a batch whose making raised."""
+        name = f"shmloader worker {self._arguments.worker_id} ({self._place})"
+        where = f"Raised in {name}, while it made the batch of indices {shown(index_batch)}"
         self._placement.drop()
-        failure = capture(error, where)
-        if self._fetcher is None:
-            failure = failure._replace(stream=NOTHING_DRAWN)
-        else:
-            bad_samples, report = self._fetcher.take_bad_samples(), self._fetcher.place()
-            failure = failure._replace(bad_samples=bad_samples, stream=report)
+        report, fetcher = Report(error=capture(error, where), stream=NOTHING_DRAWN), self._fetcher
+        if fetcher is not None:
+            report = report._replace(bad_samples=fetcher.take_bad_samples(), stream=fetcher.place())
         forget_frames(error)  # they hold the samples, and leaves in the slot
-        detached = self._allocator.restart()
-        return self._encoder.encode(failure), detached
+        return report
 
     def _send_pieces(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch that is larger than its slot: piece by piece, through the slot."""

@@ -16,7 +16,14 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.failures.bad_samples import RAISE, REPLACE, Reported, describe, is_a_samples_fault
+from shmloader.failures.bad_samples import (
+    LEFT_OUT,
+    RAISE,
+    REPLACE,
+    Report,
+    describe,
+    is_a_samples_fault,
+)
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.failures.mismatches import explain_collation
 from shmloader.indices.packed_indices import PackedInts
@@ -156,11 +163,11 @@ class _TolerantMapFetcher(_MapFetcher):
         if self._bad:
             samples, indices = _without_bad(samples, indices, self._replaces and self._auto_collation)
             if not samples:
-                return Reported(None, True, bool(get_all), self.take_bad_samples())
+                return Report(LEFT_OUT, bad_samples=self.take_bad_samples(), one_by_one=bool(get_all))
         batch = self._join(samples, indices) if self._auto_collation else self._join(samples[0], index_batch)
         if not self._bad and not get_all:
             return batch
-        return Reported(batch, False, bool(get_all), self.take_bad_samples())
+        return Report(batch, bad_samples=self.take_bad_samples(), one_by_one=bool(get_all))
 
     def _fetch_good(self, indices: list[Any]) -> list[Any]:
         """The samples, with ``_BAD`` where one raised."""

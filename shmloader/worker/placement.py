@@ -13,8 +13,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from sys import _getframe as frame_of_caller
@@ -25,7 +24,7 @@ import torch
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.failures.bad_samples import Reported
+from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import add_note
 from shmloader.statistics import PlacedSite
 from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
@@ -75,6 +74,7 @@ class Placement:
         self._to_watch = _WATCHED_BATCHES
         self._small = self._kept = 0
         self._changed = False
+        self._version = 0  # grows when a site is left, and when no more are looked for
         self._running = 0
         self._put: list[_StandIn] = []
         self._lacked_room = False  # the slot, for the result that was to be placed last
@@ -92,28 +92,33 @@ class Placement:
         ]
         self._out_of_reach += _captured_names(function, replacements)
         function = next((one for one in replacements if one.is_own(function)), function)
+        others: list[_StandIn] = [_Resize(self._allocator, *name) for name in RESIZES]
+        others += [_Compile(self, *name) for name in COMPILERS]
+        put: list[_StandIn] = [*replacements, *others]
+        version = 0
 
         def placed(argument: Any) -> Any:
+            nonlocal put, version
             if not self.is_on or self._running:
                 return function(argument)
-            with self._replaced(replacements):
-                return function(argument)
+            if version != self._version:  # fewer sites are looked at
+                calls = {id(site.call) for site in self._sites.values() if site.state is not _LEFT}
+                version = self._version
+                if not self._to_watch:
+                    put = [*(one for one in replacements if id(one.call) in calls), *others]
+            return self._replaced(put, function, argument)
 
         return placed
 
-    @contextmanager
-    def _replaced(self, replacements: list[_Replacement]) -> Iterator[None]:
-        if not self._to_watch:
-            placed = {id(site.call) for site in self._sites.values() if site.state is _PLACED}
-            replacements[:] = [one for one in replacements if id(one.call) in placed]
-        resizes = [_Resize(self._allocator, owner, name) for owner, name in RESIZES if self._sites]
-        self._put = [*replacements, *resizes, *(_Compile(self, *name) for name in COMPILERS)]
+    def _replaced(self, put: list[_StandIn], function: Callable[[Any], Any], argument: Any) -> Any:
+        """Call the program's function with other functions in the place of torch's."""
+        self._put = put.copy()
         torch_private.before_compiling(self.end_for_compiler)
         self._running += 1
         try:
-            for one in self._put:
+            for one in put:
                 one.replace()
-            yield
+            return function(argument)
         except BaseException as error:
             self.drop()
             if isinstance(error, RuntimeError) and _NOT_RESIZABLE in str(error):
@@ -253,6 +258,7 @@ class Placement:
 
     def _end_watch(self) -> None:
         self._changed = True
+        self._version += 1
         for site in self._sites.values():
             if site.state is _WATCHED:
                 self._leave(site, site.why)
@@ -261,6 +267,7 @@ class Placement:
 
     def _leave(self, site: _Site, why: str) -> None:
         site.state, site.why, self._changed = _LEFT, why, True
+        self._version += 1
 
     def _end(self, why: str) -> None:
         self.is_on = False
@@ -292,7 +299,7 @@ class Placement:
         placed = (*sites, *self._out_of_reach)
         if not placed:
             return batch
-        reported = batch if type(batch) is Reported else Reported(batch, False, False, b"")
+        reported = batch if type(batch) is Report else Report(batch)
         return reported._replace(placed=placed)
 
 

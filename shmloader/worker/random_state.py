@@ -120,7 +120,7 @@ class Generators:
 
     @property
     def torch_generator(self) -> torch.Generator:
-        """A generator for ``generator=``: draws what torch's global one draws in a worker process."""
+        """For ``generator=``: draws what torch's global one draws in a worker process."""
         if self._torch is None:
             self._torch = torch.Generator().manual_seed(self._seeds.torch_seed)
         return self._torch

@@ -8,10 +8,11 @@ from typing import Any
 
 from shmloader.errors import NoGoodSample
 from shmloader.failures.bad_samples import (
+    LEFT_OUT,
     MOST_IN_A_ROW,
     RAISE,
     REPLACE,
-    Reported,
+    Report,
     describe,
     is_a_samples_fault,
 )
@@ -75,10 +76,10 @@ class PartsFetcher(Fetcher):
         wanted = index_batch[0] if self._rules.auto_collation else index_batch  # by `States.begin_epoch`
         due = self._batches % rules.snapshot_every == 0 if wanted else self._batches == 1
         state = fetcher.stream.state() if due else b""
-        if type(batch) is not Reported:
+        if type(batch) is not Report:
             if not state and (self._batches > 1 or not rules.cursors):
                 return batch
-            batch = Reported(batch, False, False, b"")
+            batch = Report(batch)
         return batch._replace(stream=fetcher.report(self._part, state))
 
     def place(self) -> StreamReport | None:
@@ -227,13 +228,13 @@ class _IterableFetcher(_StreamFetcher):
         if not samples or (short and self._rules.drop_last):
             if not bad:
                 raise StopIteration
-            return Reported(None, True, False, self.take_bad_samples())  # the next task reports its end
+            return Report(LEFT_OUT, bad_samples=self.take_bad_samples())  # the next task reports its end
         positions: Sequence[int] = range(begin, self.drawn)
         if not bad:
             return self._join(samples, positions)
         raised = {each.index for each in bad}
         batch = self._join(samples, [position for position in positions if position not in raised])
-        return Reported(batch, False, False, self.take_bad_samples())
+        return Report(batch, bad_samples=self.take_bad_samples())
 
     def _note_bad(self, error: BaseException, position: int) -> bool:
         """Note that a draw raised; return whether it is a bad sample, after which to continue."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 
 from shmloader.settings import THREAD, Settings, check_workers
-from shmloader.workers.base import MakeArguments, Workers
+from shmloader.workers.base import MakeArguments, Worker, Workers
 from shmloader.workers.death_messages import log_replacement, worker_timeout
 from shmloader.workers.processes import ProcessWorkers
 from shmloader.workers.threads import ThreadWorkers
-from shmloader.workers.worker_handles import Worker
 
 __all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
 

@@ -1,4 +1,4 @@
-"""The interface of workers to the main process, whether they are processes or threads."""
+"""The workers of one iterator as the main process sees them, whether they are processes or threads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,35 @@ from typing import Any, Protocol
 
 from shmloader.errors import WorkerDied
 from shmloader.worker.loop import WorkerArguments
-from shmloader.workers.worker_handles import Worker
 
 MakeArguments = Callable[[int], WorkerArguments]
 """Makes a worker's arguments from its number."""
+
+
+class Worker(Protocol):
+    """One worker.
+
+    Attributes:
+        worker_id: 0 to ``num_workers - 1``.
+        pid: The id of the process that it runs in.
+        place: Where it runs, for messages: ``"pid 17"``, say.
+    """
+
+    worker_id: int
+    pid: int
+    place: str
+
+    def send(self, record: bytes) -> None:
+        """Send a packed request, without waiting."""
+
+    def receive(self) -> bytes | None:
+        """The records that have arrived, b"" for none; None if it can send no more."""
+
+    def has_begun(self, unanswered: int) -> bool:
+        """Whether it has taken one of its ``unanswered`` tasks, which may be why it ended or is silent."""
+
+    def is_dead(self) -> bool:
+        """Whether it has ended, and sent all that it will send."""
 
 
 class Workers(Protocol):

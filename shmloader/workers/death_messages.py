@@ -9,8 +9,7 @@ import signal
 from shmloader.errors import WorkerTimeout
 from shmloader.memory.limits import memory_headroom, oom_kills
 from shmloader.messages import shown
-from shmloader.workers.base import Workers
-from shmloader.workers.worker_handles import Worker
+from shmloader.workers.base import Worker, Workers
 
 _log = logging.getLogger("shmloader")
 

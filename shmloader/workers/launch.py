@@ -11,9 +11,8 @@ from typing import Any
 
 from shmloader.errors import WorkerDied
 from shmloader.failures.stacks import answer_with_stacks, report_start_error
-from shmloader.wire.channel import Pipes
 from shmloader.worker import parent_watch
-from shmloader.worker.loop import run
+from shmloader.worker.process import Pipes, run_in_process
 from shmloader.workers.spawn_payload import take_arguments
 
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
@@ -50,7 +49,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
 
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
-    gc.freeze()  # `run` does it again: a collection would visit, and so copy, all that a fork shares
+    gc.freeze()  # and once more below: a collection would visit, and so copy, all that a fork shares
     parent_watch.begin(main_pid, by_leader)
     answer_with_stacks(pipes.stacks)
     try:
@@ -58,7 +57,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     except BaseException:  # noqa: BLE001 - whatever the modules and classes of the program raise
         report_start_error(pipes.stacks)
         raise SystemExit(1) from None
-    run(arguments, pipes)
+    run_in_process(arguments, pipes)
 
 
 def check_descriptors() -> None:

@@ -1,4 +1,4 @@
-"""The worker processes of one iterator."""
+"""Worker processes: one with its two pipes, and all of one iterator. Main process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import time
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,19 +17,151 @@ from shmloader.failures.stacks import StackFile, answers
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
 from shmloader.memory.limits import oom_kills
-from shmloader.wire.channel import Pipes
-from shmloader.wire.records import SPIN_NS
+from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
+from shmloader.worker.process import Pipes
 from shmloader.workers import fork_server
-from shmloader.workers.base import MakeArguments, Workers, live
+from shmloader.workers.base import MakeArguments, Worker, Workers, live
 from shmloader.workers.death_messages import describe_death, describe_held, explain_kill
 from shmloader.workers.launch import check_descriptors, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
-from shmloader.workers.worker_handles import ProcessWorker, Worker
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
 _SEE_OUTPUT = " It had made no batch yet. Its own error output, above, says why if it could."
+_READ_NBYTES = ANSWER_NBYTES * 8
+_EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
 _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
+
+
+class ProcessWorker:
+    """One worker process and its two pipes.
+
+    Attributes:
+        process: The ``multiprocessing`` process object.
+        requests_fd: Write end of the pipe that brings it requests, non-blocking.
+        answers_fd: Read end of the pipe that takes its answers, non-blocking.
+        death_fd: Becomes readable when the process ends.
+        heard: Whether a record came from it yet.
+        released: Whether it has ended and this side's descriptors are closed.
+    """
+
+    def __init__(self, worker_id: int, process: Any, requests_fd: int, answers_fd: int) -> None:
+        os.set_blocking(requests_fd, False)
+        os.set_blocking(answers_fd, False)
+        self.worker_id = worker_id
+        self.process = process
+        self.pid: int = process.pid
+        self.place = f"pid {self.pid}"
+        self.requests_fd = requests_fd
+        self.answers_fd = answers_fd
+        self.death_fd = _open_death_fd(process)
+        self.heard = self.released = False
+        self._unsent: deque[bytes] = deque()
+        self._lost = 0  # requests that came after its end
+
+    def send(self, record: bytes) -> None:
+        """Send a packed request, without waiting; if the pipe is full, the next call sends it.
+
+        A dead worker's broken pipe is not an error here: its death is found where batches are waited for.
+        """
+        if self._unsent:
+            self._unsent.append(record)
+            self.flush()
+            return
+        try:
+            os.write(self.requests_fd, record)
+        except BlockingIOError:
+            self._unsent.append(record)
+        except BrokenPipeError:
+            self._lost += 1
+
+    def flush(self) -> bool:
+        """Send what an earlier `send` could not; False if the pipe is still full."""
+        try:
+            while self._unsent:
+                os.write(self.requests_fd, self._unsent[0])
+                self._unsent.popleft()
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            self._lost += len(self._unsent)
+            self._unsent.clear()
+        return True
+
+    def receive(self) -> bytes | None:
+        """The records that have arrived, b"" for none; None if the worker has closed its end."""
+        try:
+            records = os.read(self.answers_fd, _READ_NBYTES)
+        except BlockingIOError:
+            return b""
+        if self._unsent:
+            self.flush()
+        if not records:
+            return None
+        self.heard = True
+        return records
+
+    def has_begun(self, unanswered: int) -> bool:
+        """Whether it has taken a task yet, so that its end or silence may be due to an index batch.
+
+        The pipe shows it, also after the worker's death: until then all its ``unanswered`` tasks are in the
+        pipe.
+        """
+        if self.heard:
+            return True
+        import fcntl  # neither of them on Windows
+        import termios
+
+        unread = array("i", [0])
+        try:
+            fcntl.ioctl(self.requests_fd, termios.FIONREAD, unread)
+        except (OSError, ValueError):  # the pipe is closed
+            return True
+        return unread[0] < (unanswered - len(self._unsent) - self._lost) * REQUEST_NBYTES
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended, even if other code has taken its exit code."""
+        if self.released or self.process.exitcode is not None:
+            return True
+        if self.death_fd < 0:
+            return False
+        poller = select.poll()
+        poller.register(self.death_fd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def release(self) -> None:
+        """Close this side's descriptors; the process has ended."""
+        self.released = True
+        self.process.join(_EXIT_CODE_S)
+        self.close_descriptors()
+        if self.process.exitcode is not None:
+            # Not Process.close(): the object must still answer is_alive() and exitcode. Its descriptors are
+            # in a private attribute; without that they are closed when the object dies.
+            popen = getattr(self.process, "_popen", None)
+            getattr(popen, "close", lambda: None)()
+
+    def close_pipes(self) -> None:
+        """Close the pipes, which tells the worker to end."""
+        for fd in (self.requests_fd, self.answers_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.requests_fd = self.answers_fd = -1
+
+    def close_descriptors(self) -> None:
+        """Close this side's descriptors; then only the exit code shows whether the process has ended."""
+        self.close_pipes()
+        if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
+            os.close(self.death_fd)
+        self.death_fd = -1
+
+
+def _open_death_fd(process: Any) -> int:
+    # Not the sentinel where it can be helped: it is a pipe, and a process that the worker forked holds
+    # it open after the worker's death.
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return int(process.sentinel)
 
 
 class ProcessWorkers(Workers):
@@ -45,6 +179,7 @@ class ProcessWorkers(Workers):
         self._poller: select.poll | None = None
         self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
+        self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
         self._wake_fd = -1  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
         with HeldInterrupts():
@@ -86,8 +221,6 @@ class ProcessWorkers(Workers):
             # The worker's ends: only the worker may hold them, or its death would not close the pipe.
             os.close(requests_read)
             os.close(answers_write)
-        os.set_blocking(requests_write, False)
-        os.set_blocking(answers_read, False)
         return ProcessWorker(worker_id, process, requests_write, answers_read)
 
     def _append(self, worker: ProcessWorker) -> None:
@@ -95,17 +228,17 @@ class ProcessWorkers(Workers):
         self.processes.append(worker.process)
 
     def add(self) -> ProcessWorker:
-        """See `Workers`."""
+        """Start one more, without a task."""
         with HeldInterrupts():
             with self._payload() as payload:
                 worker = self._start(len(self.workers), payload)
-            worker.added = True
+            self._added.add(worker.worker_id)
             self._append(worker)
             self._poller = None
         return worker
 
     def restart(self, worker: Worker) -> ProcessWorker:
-        """See `Workers`; the new one is a new process with new pipes."""
+        """Replace one by a new process with new pipes."""
         with HeldInterrupts():
             old = self.workers[worker.worker_id]
             self._end([old])
@@ -120,12 +253,13 @@ class ProcessWorkers(Workers):
                 fresh.close_pipes()
                 self._end([fresh])
                 raise LoaderClosed("the loader was closed while a worker was being replaced")
+            self._added.discard(worker.worker_id)
             self.workers[worker.worker_id] = fresh
             self.processes[worker.worker_id] = fresh.process
         return fresh
 
     def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
-        """See `Workers`."""
+        """Wait for all pipes, all deaths and `interrupt` at once."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         poller = self._poller or self._register_all()
         while True:
@@ -155,17 +289,17 @@ class ProcessWorkers(Workers):
         return poller
 
     def interrupt(self) -> None:
-        """See `Workers`."""
+        """Wake `wait` by a descriptor, for good."""
         self.interrupted = True
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
     def stack_of(self, worker: Worker) -> str:
-        """See `Workers`."""
+        """The stacks that the process writes when it is asked by a signal."""
         return self._stacks.ask(worker.pid)
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """See `Workers`; with its exit code."""
+        """The error for a dead process, with its exit code and what it left in its pipe or its output."""
         dead = self.workers[worker.worker_id]
         dead.process.join(_DEATH_S)
         code = dead.process.exitcode
@@ -184,7 +318,7 @@ class ProcessWorkers(Workers):
         )
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
-        """See `Workers`. Workers still alive after ``grace_s`` are terminated, and killed a second later.
+        """Stop all. Those still alive after ``grace_s`` are terminated, and killed a second later.
 
         A worker that is still starting has nothing to finish, and is terminated at once.
         """
@@ -198,7 +332,9 @@ class ProcessWorkers(Workers):
             forked = self._method == "fork"  # such a worker comes to its first line at once
             for worker in workers:
                 worker.close_pipes()
-                if not worker.heard and (worker.added or not (forked or answers(worker.pid))):
+                if not worker.heard and (
+                    worker.worker_id in self._added or not (forked or answers(worker.pid))
+                ):
                     worker.process.terminate()
             deadline = time.monotonic() + grace_s
             for worker in workers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import os
 import sys
 import threading
 import time
@@ -23,12 +24,11 @@ from shmloader.errors import WorkerDied
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.interrupts import HeldInterrupts
 from shmloader.messages import shown
-from shmloader.wire.channel import ThreadLink
 from shmloader.worker.epoch_settings import datasets_in
-from shmloader.worker.loop import run_in_thread
-from shmloader.workers.base import MakeArguments, Workers, live
+from shmloader.worker.loop import WorkerArguments
+from shmloader.worker.thread import ThreadLink, run_in_thread
+from shmloader.workers.base import MakeArguments, Worker, Workers, live
 from shmloader.workers.death_messages import describe_held
-from shmloader.workers.worker_handles import ThreadWorker, Worker
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
@@ -36,6 +36,37 @@ _EXIT_S = 2.0  # how long the end of the program waits for them
 _MOST_CHARACTERS = 8000  # of a thread's stack
 
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+class ThreadWorker:
+    """One worker thread, which runs in this process, and its two queues."""
+
+    def __init__(self, worker_id: int, arguments: WorkerArguments, wakeup: SimpleQueue[None]) -> None:
+        self.worker_id = worker_id
+        self.link = ThreadLink(wakeup)
+        name = f"shmloader-worker-{worker_id}"
+        self.thread = threading.Thread(target=_run, args=(arguments, self.link), name=name, daemon=True)
+        self.pid = os.getpid()
+        self.place = f"thread {name!r}"
+        _started.add(self.thread)
+        self.thread.start()
+
+    def send(self, record: bytes) -> None:
+        """Put a packed request into the thread's queue."""
+        self.link.requests.put(record)
+
+    def receive(self) -> bytes:
+        """The records in the queue of answers, b"" for none."""
+        answers = self.link.answers
+        return b"".join([answers.popleft() for _ in range(len(answers))])
+
+    def has_begun(self, unanswered: int) -> bool:
+        """Say yes: a thread is not replaced, so nothing depends on it."""
+        return True
+
+    def is_dead(self) -> bool:
+        """Whether the thread has ended and its answers are taken."""
+        return self.link.ended and not self.link.answers
 
 
 class ThreadWorkers(Workers):
@@ -63,34 +94,28 @@ class ThreadWorkers(Workers):
 
     def _start(self, worker_id: int) -> ThreadWorker:
         arguments = self._make_arguments(worker_id)
-        link = ThreadLink(self._wakeup)
-        own = dataclasses.replace(
-            arguments, segment=arguments.segment.duplicate(), dataset=_copy_dataset(arguments.dataset)
-        )
-        name = f"shmloader-worker-{worker_id}"
-        thread = threading.Thread(target=_run, args=(own, link), name=name, daemon=True)
-        _started.add(thread)
-        thread.start()
-        worker = ThreadWorker(worker_id, thread, link)
+        segment, dataset = arguments.segment.duplicate(), _copy_dataset(arguments.dataset)
+        own = dataclasses.replace(arguments, segment=segment, dataset=dataset)
+        worker = ThreadWorker(worker_id, own, self._wakeup)
         self.workers.append(worker)
         return worker
 
     def add(self) -> ThreadWorker:
-        """See `Workers`."""
+        """Start one more, without a task."""
         with HeldInterrupts():
             return self._start(len(self.workers))
 
     def renew_datasets(self) -> None:
-        """See `Workers`."""
+        """Copy the dataset for each thread, which takes its copy when the next epoch begins."""
         for worker in self.workers:
-            worker.link.dataset = _copy_dataset(self._make_arguments(worker.worker_id).dataset)
+            worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 
     def restart(self, worker: Worker) -> Worker:
-        """Worker threads are not replaced: `arguments` refuses ``worker_restarts``."""
+        """Refuse: a thread cannot be replaced, and ``worker_restarts`` is not possible with threads."""
         raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")
 
     def wait(self, timeout_s: float | None) -> list[ThreadWorker]:
-        """See `Workers`."""
+        """Wait at the one queue that all threads wake."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             spoke = [worker for worker in self.workers if worker.link.answers or worker.link.ended]
@@ -103,12 +128,12 @@ class ThreadWorkers(Workers):
                 return []
 
     def interrupt(self) -> None:
-        """See `Workers`."""
+        """Wake `wait` by the queue, for good."""
         self.interrupted = True
         self._wakeup.put(None)
 
     def stack_of(self, worker: Worker) -> str:
-        """See `Workers`."""
+        """The stack of the thread."""
         thread = self.workers[worker.worker_id].thread
         frame = sys._current_frames().get(thread.ident or -1)  # noqa: SLF001 - documented
         if frame is None:
@@ -116,7 +141,7 @@ class ThreadWorkers(Workers):
         return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
 
     def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """See `Workers`."""
+        """The error for a thread that has ended, from the exception that ended it."""
         cause = self.workers[worker.worker_id].link.error
         error = WorkerDied(
             f"shmloader worker {worker.worker_id} ({worker.place}) ended: {shown(cause)}."
@@ -129,7 +154,7 @@ class ThreadWorkers(Workers):
         return error
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _CLOSE_S) -> None:
-        """See `Workers`. A thread in the middle of a batch ends by itself later; nothing depends on it.
+        """Tell all to end. A thread in the middle of a batch ends by itself later; nothing depends on it.
 
         May run in a worker thread, if the iterator is found to be garbage there.
         """
@@ -143,7 +168,7 @@ class ThreadWorkers(Workers):
             self.closed = True
 
     def leave_to_parent(self) -> None:
-        """See `Workers`."""
+        """Forget the threads, which a forked child does not have."""
         self.workers = []
         self.closed = True
         self.closed_because = "its workers are threads of the process that this one was forked from"

@@ -26,11 +26,13 @@ from benchmarks import (  # noqa: E402
     collector,
     comparison,
     contest,
+    in_memory,
     large_batches,
     memory,
     per_batch,
     processor_time,
     resume,
+    samplers,
     stores,
     unasked_states,
 )
@@ -95,6 +97,8 @@ NUMBERS = {
     resume: {"--batches": "10", "--turns": "0"},
     processor_time: {"--seconds": "nan", "--workers": "0"},
     stores: {"--rows": "0"},
+    in_memory: {"--turns": "0", "--rows": "1", "--floats": "0"},
+    samplers: {"--samples": "7", "--workers": "-1"},
 }
 
 

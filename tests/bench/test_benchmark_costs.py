@@ -13,13 +13,24 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
 import shmloader  # noqa: E402
-from benchmarks import checkouts, collector, large_batches, per_batch, resume, unasked_states  # noqa: E402
+from benchmarks import (  # noqa: E402
+    checkouts,
+    collector,
+    in_memory,
+    large_batches,
+    per_batch,
+    resume,
+    samplers,
+    unasked_states,
+)
 from benchmarks.checkout_process import Turn  # noqa: E402
+from benchmarks.fresh_process import run_fresh  # noqa: E402
 from benchmarks.processor_time import costs, functions_of  # noqa: E402
 
 
@@ -101,6 +112,22 @@ def test_a_state_that_nobody_asks_for_costs_no_more_than_a_few_batches() -> None
     """Read with each of the batches it would take twenty times as long as they do."""
     for took_s in unasked_states.measure(turns=3, batches=100, mb=16, workers=0).values():
         assert took_s["shmloader"] < 6 * took_s["torch"]
+
+
+def test_data_in_memory_is_not_made_sample_by_sample() -> None:
+    x, y = torch.rand(2048, 8), torch.arange(2048)
+    for dataset in in_memory.make_datasets(x, y).values():
+        ways = in_memory.contestants(dataset, x, y, shuffle=True)
+        found = in_memory.measure(ways, turns=5)
+        assert found["shmloader"] < found["torch"] / 2
+
+
+def test_the_order_of_a_rank_takes_a_third_of_torchs_memory() -> None:
+    grown = {}
+    for loader in samplers.LOADERS:
+        words = "--samples", "2000000", "--workers", "0", "--one", "DistributedSampler", loader
+        grown[loader] = run_fresh("an order", "benchmarks.samplers", *words)["grown_mb"]
+    assert grown["shmloader"] < grown["torch"] / 3
 
 
 def test_memory_after_large_batches_is_about_torchs() -> None:

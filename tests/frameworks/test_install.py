@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import shmloader
-from shmloader import errors, torch_features
+from shmloader import errors
 from shmloader.iterator import SlotIterator
 from shmloader.settings import OWN_DEFAULTS
 
@@ -122,10 +122,10 @@ def test_every_loader_loads_from_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.utils.data.DataLoader is DataLoader
 
 
-def test_a_loader_is_pickled_to_its_spawned_workers() -> None:
+def test_a_loader_is_pickled_to_workers_that_are_not_forked(warm_helpers: None) -> None:
     """The loader's collate_fn is its method. It has loaded before; its shmloader state is not pickled."""
     shmloader.install()
-    loader = make(Subclass, multiprocessing_context="spawn")
+    loader = make(Subclass, multiprocessing_context="forkserver")
     loader.num_workers = 1
     first = batches(loader)
     assert batches(loader) == first
@@ -270,7 +270,6 @@ def test_every_option_of_the_loader_is_known() -> None:
             ValueError,
             "worker_restarts=1 needs worker_type='proc",
         ),
-        ({"share_dataset": True}, ValueError, "Call shmloader.share\\(dataset\\) before"),
         ({"shard": "auto"}, ValueError, "would be others than torch's"),
     ],
 )
@@ -278,6 +277,34 @@ def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception
     with pytest.raises(kind, match=message):
         shmloader.install(**options)
     assert not hasattr(make(), "on_error")
+
+
+class Texts(Dataset):
+    def __init__(self) -> None:
+        self.texts: Any = [f"text {number}" for number in range(30_000)]
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(type(self.texts) is not list)
+
+
+def test_datasets_of_torchs_loaders_are_shared_when_workers_start() -> None:
+    dataset, rows = Texts(), [f"text {number}" for number in range(30_000)]
+    shmloader.install(share_dataset=True)
+    loader = DataLoader(dataset, num_workers=1, batch_size=12)
+    assert type(dataset.texts) is list
+    assert next(iter(loader)).all()
+    assert loader.dataset is dataset
+    store = dataset.texts
+    assert next(iter(loader)).all()
+    assert dataset.texts is store
+    plain = DataLoader(rows, num_workers=1, batch_size=12)
+    assert next(iter(plain)) == rows[:12]
+    assert type(plain.dataset) is not list
+    without = Texts()
+    assert not next(iter(DataLoader(without, batch_size=12))).any()
 
 
 def test_threads_that_pose_as_processes_are_left_to_torch_and_refused_without_install(
@@ -313,7 +340,7 @@ def test_iterators_of_a_librarys_own_stay() -> None:
 
 
 def test_a_torch_that_has_changed_is_named_and_loads_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_features, "_reasons", {torch_features.Feature.INSTALL: "it has moved"})
+    monkeypatch.setattr(sys.modules["shmloader.frameworks.install"], "WHY_NOT_INSTALLED", "it has moved")
     monkeypatch.setattr(errors, "_said", set())
     with pytest.warns(
         RuntimeWarning, match=r"shmloader.install\(\) is not available .* because it has moved"

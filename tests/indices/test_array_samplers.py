@@ -15,6 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -40,11 +41,15 @@ def _samplers(draw: st.DrawFn) -> tuple[Any, torch.Generator | None]:
     length = draw(st.integers(1, 300))
     generator = torch.Generator() if draw(st.booleans()) else None
     sampler: Any = SequentialSampler(range(length))
-    kind = draw(st.sampled_from(["sequential", "random", "weighted", "distributed"]))
+    kind = draw(st.sampled_from(["sequential", "random", "subset", "weighted", "distributed"]))
     if kind == "weighted":
         replacement = draw(st.booleans())
         nsamples = draw(st.integers(1, 700 if replacement else length))
         sampler = WeightedRandomSampler(torch.rand(length) + 0.1, nsamples, replacement, generator)
+    elif kind == "subset":
+        indices = draw(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=300))
+        kinds = [list, tuple, lambda _: range(3, 3 + length)]
+        sampler = SubsetRandomSampler(draw(st.sampled_from(kinds))(indices), generator)
     elif kind == "distributed":
         replicas = draw(st.integers(1, 9) | st.just(400))
         rank, booleans = draw(st.integers(0, replicas - 1)), st.booleans()
@@ -86,7 +91,7 @@ def test_batches_that_are_skipped_are_drawn_all_the_same(
         if generator is not None:
             generator.manual_seed(1)
         batches = iter(sampler) if is_torchs else index_arrays(sampler, skip)
-        if batches is None and type(sampler.sampler) is WeightedRandomSampler:
+        if batches is None and type(sampler.sampler) in (SubsetRandomSampler, WeightedRandomSampler):
             return
         assert batches is not None
         if is_torchs:
@@ -105,6 +110,9 @@ class _Reversed(SequentialSampler):
     [
         BatchSampler(_Reversed(range(100)), 50, False),
         BatchSampler(RandomSampler(range(100), replacement=True), 50, False),
+        BatchSampler(SubsetRandomSampler(["a", *range(99)]), 50, False),
+        BatchSampler(SubsetRandomSampler(torch.arange(100)), 50, False),
+        BatchSampler(SubsetRandomSampler([True] * 100), 50, False),
         BatchSampler(SequentialSampler(range(100)), LEAST_PACKED - 1, False),
         BatchSampler(range(100), 50, False),
         SequentialSampler(range(100)),
@@ -126,6 +134,18 @@ def test_what_is_put_into_torchs_samplers_is_asked(
     monkeypatch.setattr(kind, "__iter__", functools.wraps(kind.__iter__)(mine) if wrapped else mine)
     assert index_arrays(loader.batch_sampler) is None
     assert [batch.tolist() for batch in loader] == [[7] * 50]
+
+
+def test_a_subset_that_is_changed_in_an_epoch_counts_as_in_torch() -> None:
+    found = []
+    for iterate in (iter, index_arrays):
+        indices, generator = list(range(100)), torch.Generator().manual_seed(1)
+        batches = iterate(BatchSampler(SubsetRandomSampler(indices, generator), 40, drop_last=False))
+        assert batches is not None
+        first = list(next(batches))
+        indices[:] = range(100, 200)
+        found.append([first, *map(list, batches)])
+    assert found[0] == found[1]
 
 
 class _SaysTypes(Numbered):

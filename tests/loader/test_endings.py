@@ -30,7 +30,7 @@ LOADER = """
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     source = textwrap.dedent(LOADER) + textwrap.dedent(program)
     command = [*warm_python(), "-c", source, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 REAPS = """
@@ -83,11 +83,13 @@ def test_a_program_that_ends_while_a_daemon_thread_loads_says_nothing(worker_typ
 
 
 SERVER = """
-import os, signal, threading
+import multiprocessing, os, signal, threading
 import psutil
 from shmloader import DataLoader
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["shmloader"])  # else each worker imports torch
+
     def load():
         loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context="forkserver")
         iterator = iter(loader)
@@ -111,5 +113,5 @@ def test_no_descriptor_is_left_where_a_fork_server_tells_late_that_its_workers_h
     script = tmp_path / "program.py"
     script.write_text(SERVER)
     command = [*warm_python(), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.stdout.strip(), done.stderr) == ("", "")

@@ -21,7 +21,7 @@ import shmloader
 from shmloader import DataLoader
 
 
-def _python(code: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
+def _python(code: str, *, timeout_s: float = 200.0) -> subprocess.CompletedProcess:
     """Run a program in a new process, with this folder importable."""
     return subprocess.run(
         [*warm_python(), "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
@@ -112,7 +112,7 @@ def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
     with pytest.raises(RuntimeError, match=r"timed out after 0.25 seconds.*\[0, 1, 2, 3\]") as caught:
         next(iterator)
     assert isinstance(caught.value, TimeoutError)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     iterator._workers[0].kill()  # instead of waiting for its sleep
     loader.close()
 
@@ -175,12 +175,12 @@ def test_a_with_block_closes_also_when_it_raises() -> None:
 
 
 def test_workers_are_ended_quickly_while_they_are_busy() -> None:
-    loader = DataLoader(Sleeps(64, 0.3), batch_size=1, num_workers=2, prefetch_factor=8)
+    loader = DataLoader(Sleeps(64, 1.0), batch_size=1, num_workers=2, prefetch_factor=8)
     iterator = iter(loader)
     next(iterator)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 2  # not the 16 outstanding samples' 2.4 s per worker
+    assert time.monotonic() - began < 6  # not the 16 outstanding samples' 8 s per worker
 
 
 def test_an_exception_in_the_sampler_at_the_start_leaves_nothing() -> None:

@@ -223,7 +223,7 @@ def compare(make: Callable[[], Any], how: str) -> None:
 # Workers of a fork server are sent the dataset as spawned ones are, and import torch once for all.
 WAYS = [
     *((kind, how) for kind in KINDS for how in ("fork", "forkserver", "thread")),
-    (DrawsGlobally, "spawn"),
+    pytest.param(DrawsGlobally, "spawn", marks=pytest.mark.long),
     (OfAnInstance, "fork"),
 ]
 

@@ -96,7 +96,7 @@ class Library(torch.utils.data.DataLoader[Any]):
     """A library's class."""
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, Library])
 def test_loaders_of_torchs_class_are_told_under_install(kind: Any, how: str, warm_helpers: None) -> None:
     sampler: DistributedSampler[int] = DistributedSampler(range(4), num_replicas=1, rank=0)

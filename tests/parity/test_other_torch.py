@@ -1,4 +1,4 @@
-"""A torch that lacks or changes something: importing works, one feature is missing, and a message names it.
+"""A torch that lacks or changes something: importing works, loaders load torch's way, and a message names it.
 
 Each test changes torch in a program of its own, before shmloader is imported.
 """
@@ -26,8 +26,7 @@ from torch.utils.data._utils import collate
 
 LOAD = """
 import shmloader
-from shmloader import torch_features, torch_private
-from shmloader.torch_features import Feature
+from shmloader.torch_private import why_missing
 
 def told():
     "Warnings of shmloader, in the order in which they came."
@@ -41,9 +40,6 @@ def loads_as_torch(dataset=range(40), **arguments):
         loader = kind(dataset, **arguments)
         return [[batch.tolist() for batch in loader] for _ in range(2)] + [torch.get_rng_state().tolist()]
     return epochs(TorchLoader) == epochs(shmloader.DataLoader)
-
-def missing():
-    return [feature.name for feature in Feature if torch_features.why_missing(feature) is not None]
 
 catching = warnings.catch_warnings(record=True)
 caught = catching.__enter__()
@@ -68,7 +64,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_the_torch_at_hand_has_everything(run: Run) -> None:
-    run("", "assert missing() == []\nassert loads_as_torch()\nassert told() == []")
+    run("", "assert why_missing() is None\nassert loads_as_torch()\nassert told() == []")
 
 
 def test_a_loader_class_with_two_type_parameters(run: Run) -> None:
@@ -90,50 +86,48 @@ else:
 assert issubclass(shmloader.DataLoader, Two)
 assert shmloader.DataLoader[int](range(3)).batch_size == 1
 assert loads_as_torch()
-assert missing() == [] and told() == []
+assert why_missing() is None and told() == []
 """
     run(change, check)
 
 
 DATALOADER = "torch.utils.data.dataloader"
+NEEDED, FOR_DATAPIPES, NOT_NEEDED = "why_missing()", "why_missing(pipe)", "None"
 NAMES = [
-    (DATALOADER, "_BaseDataLoaderIter", ["SLOTS", "THREADS"]),
-    (DATALOADER, "_SingleProcessDataLoaderIter", ["SLOTS", "THREADS"]),
-    (DATALOADER, "_DatasetKind", ["SLOTS", "THREADS"]),
-    (DATALOADER, "_sharding_worker_init_fn", ["DATAPIPES"]),
-    ("torch.utils.data.graph_settings", "apply_sharding", ["DATAPIPES"]),
-    ("torch.utils.data.graph_settings", "apply_random_seed", ["DATAPIPES"]),
-    ("torch.utils.data", "IterDataPipe", []),
-    ("torch.utils.data", "MapDataPipe", []),
-    ("torch.utils.data._utils.collate", "default_collate_fn_map", ["COLLATION"]),
-    ("torch.utils.data._utils.collate", "collate_tensor_fn", ["COLLATION"]),
-    ("torch.utils.data._utils.worker", "WorkerInfo", ["SLOTS", "THREADS"]),
-    (
-        "torch.utils.data._utils.worker",
-        "_worker_info",
-        ["SLOTS", "COLLATION", "THREADS"],
-    ),  # read by torch's own
-    ("torch.utils.data._utils.pin_memory", "pin_memory", ["PINNING"]),
-    ("torch.autograd.profiler", "_is_profiler_enabled", []),
-    ("torch._C._dynamo.eval_frame", "set_code_exec_strategy", []),
-    ("torch._C._dynamo.eval_frame", "_FrameAction", []),
-    ("torch._C._dynamo.eval_frame", "_FrameExecStrategy", []),
+    (DATALOADER, "_BaseDataLoaderIter", NEEDED),
+    (DATALOADER, "_SingleProcessDataLoaderIter", NEEDED),
+    (DATALOADER, "_DatasetKind", NEEDED),
+    (DATALOADER, "_sharding_worker_init_fn", FOR_DATAPIPES),
+    ("torch.utils.data.graph_settings", "apply_sharding", FOR_DATAPIPES),
+    ("torch.utils.data.graph_settings", "apply_random_seed", FOR_DATAPIPES),
+    ("torch.utils.data", "IterDataPipe", NOT_NEEDED),
+    ("torch.utils.data", "MapDataPipe", NOT_NEEDED),
+    ("torch.utils.data._utils.collate", "default_collate_fn_map", NEEDED),
+    ("torch.utils.data._utils.collate", "collate_tensor_fn", NEEDED),
+    ("torch.utils.data._utils.worker", "WorkerInfo", NEEDED),
+    ("torch.utils.data._utils.worker", "_worker_info", NEEDED),
+    ("torch.utils.data._utils.pin_memory", "pin_memory", NEEDED),
+    ("torch.autograd.profiler", "_is_profiler_enabled", NOT_NEEDED),
+    ("torch._C._dynamo.eval_frame", "set_code_exec_strategy", NOT_NEEDED),
+    ("torch._C._dynamo.eval_frame", "_FrameAction", NOT_NEEDED),
+    ("torch._C._dynamo.eval_frame", "_FrameExecStrategy", NOT_NEEDED),
 ]
 
 
-@pytest.mark.parametrize(("module", "name", "features"), NAMES, ids=[name for _, name, _ in NAMES])
-def test_without_a_name_importing_works_and_the_feature_names_it(
-    run: Run, module: str, name: str, features: list[str]
+@pytest.mark.parametrize(("module", "name", "why"), NAMES, ids=[name for _, name, _ in NAMES])
+def test_without_a_name_importing_works_and_the_reason_names_it(
+    run: Run, module: str, name: str, why: str
 ) -> None:
     check = f"""
-assert missing() == {features!r}, missing()
-for feature in {features!r}:
-    assert "{name}" in torch_features.why_missing(Feature[feature])
+pipe = torch.utils.data.datapipes.iter.IterableWrapper(range(4))
+assert (why_missing() is not None) == {why == NEEDED}, why_missing()
+assert {why} is None or "{name}" in {why}, {why}
+assert ({why} is None) == {why == NOT_NEEDED}
 """
     run(f"import {module}\ndel {module}.{name}", check)
 
 
-# Behaviour without a feature. torch's own loader reads some of the names itself, so they are restored for it.
+# Behaviour without a name. torch's own loader reads some of the names itself, so they are restored for it.
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -185,6 +179,76 @@ assert "get_worker_info() does not read a global name _worker_info" in text
     run(change, check)
 
 
+OLD_WORKER_INFOS = {
+    "a dataclass": """
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    id: int
+    num_workers: int
+    seed: int
+    dataset: object
+""",
+    "any keywords": """
+class WorkerInfo:
+    __initialized = False
+    def __init__(self, **kwargs):
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        self.__keys = tuple(kwargs.keys())
+        self.__initialized = True
+    def __setattr__(self, name, value):
+        if self.__initialized:
+            raise RuntimeError(name)
+        super().__setattr__(name, value)
+    def __repr__(self):
+        return f"WorkerInfo({', '.join(f'{name}={getattr(self, name)}' for name in self.__keys)})"
+""",
+}
+
+
+@pytest.mark.parametrize("kind", OLD_WORKER_INFOS)
+def test_older_worker_infos_have_generators_too(run: Run, kind: str) -> None:
+    change = f"""
+import dataclasses
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
+{OLD_WORKER_INFOS[kind]}
+worker.WorkerInfo = WorkerInfo
+class Facts:
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        info = get_worker_info()
+        try:
+            info.id = 5
+        except (RuntimeError, dataclasses.FrozenInstanceError):
+            frozen = True
+        return isinstance(info, WorkerInfo) and frozen, info.worker_method, info.rng.random_generator.random()
+class Stream(IterableDataset):
+    def __init__(self, divides):
+        self.divides = divides
+    def __iter__(self):
+        info = get_worker_info()
+        assert "num_workers=2" in repr(info), info  # which is no read of it
+        yield from range(info.id, 12, info.num_workers) if self.divides else range(12)
+"""
+    check = """
+for method in ("process", "thread"):
+    ((is_one, (name,), _),) = shmloader.DataLoader(Facts(), num_workers=1, worker_type=method)
+    assert is_one.item() and name == {"process": "multiprocessing"}.get(method, method)
+    loader = shmloader.DataLoader(Stream(False), num_workers=2, worker_type=method, shard="auto")
+    assert sorted(batch.item() for batch in loader) == list(range(12))
+    try:
+        list(shmloader.DataLoader(Stream(True), num_workers=2, worker_type=method, shard="auto"))
+    except RuntimeError as error:
+        assert "get_worker_info().num_workers" in str(error), error
+    else:
+        raise AssertionError("nothing was raised")
+assert told() == []
+"""
+    run(change, check)
+
+
 def test_without_its_collate_map_batches_are_the_same(run: Run) -> None:
     change = """
 known = collate.default_collate_fn_map
@@ -197,8 +261,8 @@ assert loads_as_torch([[1.5, 2], [3.5, 4]] * 4, batch_size=2, collate_fn=lambda 
 got = list(shmloader.DataLoader(data, batch_size=4, num_workers=1))
 assert [batch[0].tolist() for batch in got] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 (text,) = told()
-assert text.startswith("shmloader: collating straight into a slot is not available with torch"), text
-assert "collating straight into a slot" in shmloader.why_per_sample(data)
+assert "it has no torch.utils.data._utils.collate.default_collate_fn_map" in text, text
+assert "gathering whole batches is not available" in shmloader.why_per_sample(data)
 """
     run(change, check)
 
@@ -243,7 +307,7 @@ assert joins_by_default(default_collate)
 assert shmloader.why_per_sample(TensorDataset(torch.arange(8))) is None
 (batch,) = shmloader.DataLoader([Added(), Added()], batch_size=2, num_workers=1)
 assert batch.tolist() == [0, 0]
-assert missing() == [] and told() == []
+assert why_missing() is None and told() == []
 """
     run(change + GATHERED, check)
 
@@ -316,50 +380,45 @@ assert loads_as_torch(range(200), batch_size=64, shuffle=True)
 (text,) = told()
 assert text.startswith("shmloader: drawing index batches as arrays is not available"), text
 assert "draws in another way" in text
-assert missing() == ["ARRAY_SAMPLING"]
+assert why_missing() is None
 """
     run(change, check)
 
 
 def test_the_comparison_of_samplers_leaves_the_global_generator_alone(run: Run) -> None:
     check = """
-from shmloader.indices.array_samplers import check_against_torch
+from shmloader.indices.array_samplers import why_unlike_torchs
 before = torch.get_rng_state()
-check_against_torch(torch.utils.data.RandomSampler)
+assert why_unlike_torchs(torch.utils.data.RandomSampler) is None
 assert torch.equal(before, torch.get_rng_state())
-assert missing() == []
 """
     run("", check)
 
 
-REFUSED = {
-    "DataPipes": (
-        "del torch.utils.data.dataloader._sharding_worker_init_fn",
-        "torch.utils.data.datapipes.iter.IterableWrapper(range(4))",
-        {"num_workers": 1},
-        "sharding and seeding DataPipes is not available",
-    ),
-    "threads": (
-        (
-            "torch_worker = torch.utils.data._utils.worker\n"
-            "torch.utils.data.get_worker_info = lambda: vars(torch_worker)['_worker_info']"
-        ),
-        "range(4)",
-        {"num_workers": 1, "worker_type": "thread"},
-        "worker_type='thread' is not available",
-    ),
-}
+def test_without_the_names_for_datapipes_these_load_torchs_way(run: Run) -> None:
+    change = """
+known = torch.utils.data.dataloader._sharding_worker_init_fn
+del torch.utils.data.dataloader._sharding_worker_init_fn
+"""
+    check = """
+torch.utils.data.dataloader._sharding_worker_init_fn = known
+assert loads_as_torch()
+assert told() == []
+assert loads_as_torch(torch.utils.data.datapipes.iter.IterableWrapper(range(12)).sharding_filter())
+(text,) = told()
+assert "it has no torch.utils.data.dataloader._sharding_worker_init_fn" in text
+"""
+    run(change, check)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_done_otherwise_is_an_error_that_names_it(run: Run, case: str) -> None:
-    change, dataset, arguments, message = REFUSED[case]
-    check = f"""
-try:
-    next(iter(shmloader.DataLoader({dataset}, **{arguments!r})))
-except NotImplementedError as error:
-    assert str(error).startswith("shmloader: " + {message!r}), error
-else:
-    raise AssertionError("nothing was raised")
+def test_options_without_effect_are_named(run: Run) -> None:
+    change = (
+        "torch_worker = torch.utils.data._utils.worker\n"
+        "torch.utils.data.get_worker_info = lambda: vars(torch_worker)['_worker_info']"
+    )
+    check = """
+assert len(list(shmloader.DataLoader(range(4), num_workers=1, worker_type="thread"))) == 4
+(text,) = told()
+assert text.endswith("Without effect: worker_type='thread'."), text
 """
     run(change, check)

@@ -79,6 +79,7 @@ def _all_cases(build: Build, workers: int) -> dict[str, Any]:
     return _collect(build, Cases(), list(CASES), collate_fn=identity, num_workers=workers)
 
 
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"], indirect=True)
 def test_every_kind_of_batch_arrives_as_torch_sends_it(start_method: str) -> None:
     """Types, dtypes, shapes, strides, bits, requires_grad and the identity of objects are compared."""
     with descriptors_for_torch(), warnings.catch_warnings():  # which holds some all the time

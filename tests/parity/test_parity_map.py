@@ -307,13 +307,11 @@ def test_in_order_delivery_waits_for_a_slow_batch() -> None:
 
 def test_a_timeout_is_torchs_runtime_error() -> None:
     """The error comes when the time has run out, not when the sample is done."""
-    loader = DataLoader(
-        Slow(4, at=0, seconds=2.0), num_workers=1, timeout=0.3, multiprocessing_context="fork"
-    )
+    loader = DataLoader(Slow(4, at=0, seconds=60), num_workers=1, timeout=0.3, multiprocessing_context="fork")
     iterator, started = iter(loader), time.monotonic()
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.3 seconds"):
         next(iterator)
-    assert time.monotonic() - started < 1.7
+    assert time.monotonic() - started < 30
     del iterator
     for kind in (DataLoader, TorchLoader):
         whole = kind(Slow(4, at=0, seconds=60), num_workers=1, timeout=1, multiprocessing_context="fork")

@@ -130,7 +130,9 @@ def _everything(build: Build) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"], indirect=True)
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"], indirect=True
+)
 def test_draws_do_not_depend_on_the_start_method(start_method: str) -> None:
     """Epochs, one of them left early, in persistent workers with the facts of torch's forked workers."""
 

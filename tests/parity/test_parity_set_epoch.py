@@ -150,7 +150,14 @@ def assert_each_once(seen: list[Any]) -> None:
         assert sorted(sample for batch in epoch for sample in batch) == list(range(LENGTH))
 
 
-@pytest.mark.parametrize(("drawn_by", "how"), [*((one, "fork") for one in SHUFFLES), ("numpy", "spawn")])
+@pytest.mark.parametrize(
+    ("drawn_by", "how"),
+    [
+        *((one, "fork") for one in SHUFFLES),
+        ("numpy", "forkserver"),
+        pytest.param("numpy", "spawn", marks=pytest.mark.long),
+    ],
+)
 def test_an_order_of_a_global_generator_is_the_same_in_all_workers(drawn_by: str, how: str) -> None:
     seen = assert_as_torch(lambda: Ordered(SHUFFLES[drawn_by]), multiprocessing_context=how)
     assert_each_once(seen)

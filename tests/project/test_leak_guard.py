@@ -153,6 +153,23 @@ def test_clean_tests_pass(guarded) -> None:
     result.assert_outcomes(passed=4)
 
 
+def test_what_a_wider_fixture_keeps_between_two_tests_is_no_leak(guarded) -> None:
+    result = guarded("""
+        def test_before(): pass
+
+        @pytest.fixture(scope="module")
+        def kept():
+            fd = os.open("/proc/self/status", os.O_RDONLY)
+            yield fd
+            os.close(fd)
+
+        def test_with_it(kept): pass
+        def test_leaks(kept): os.open("/proc/self/status", os.O_RDONLY)
+    """)
+    result.assert_outcomes(passed=3, errors=1)
+    result.stdout.fnmatch_lines(["ERROR *::test_leaks*"])
+
+
 def test_garbage_in_a_cycle_is_no_leak(guarded) -> None:
     result = guarded("""
         class Holder:

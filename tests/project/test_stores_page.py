@@ -50,7 +50,7 @@ def test_it_is_saved_taken_into_outputs_and_read_by_workers(module: ModuleType, 
             store.take([0, 1], wrong)
     batches: list[Any] = []
     loader = shmloader.DataLoader(
-        store, batch_size=20, num_workers=1, multiprocessing_context=multiprocessing.get_context("spawn")
+        store, batch_size=20, num_workers=1, multiprocessing_context=multiprocessing.get_context("forkserver")
     )
     with loader:
         batches += loader

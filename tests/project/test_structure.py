@@ -10,8 +10,8 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 169
-BATCH_FILES, ITER_FILES = 24, 43
+WRITES = 145
+BATCH_FILES, ITER_FILES = 22, 40
 
 PLANTED = """
 class Owner:

@@ -237,10 +237,10 @@ class _WithView(np.ndarray):
 class DrawsFirst(Scheduler):
     """An index batch is drawn before it is known that a worker has room; and more tasks give it none."""
 
-    def __init__(self, loader: Any, index_sampler: Any, exchange: Exchange, auto: Any) -> None:
-        super().__init__(loader, index_sampler, exchange, auto)
+    def __init__(self, settings: Any, exchange: Exchange, auto: Any) -> None:
+        super().__init__(settings, exchange, auto)
         self._turns._table = SimpleNamespace(  # type: ignore[assignment]
-            budget=SimpleNamespace(wanted_tasks=loader.num_workers * loader.prefetch_factor),
+            budget=SimpleNamespace(wanted_tasks=settings.num_workers * settings.prefetch_factor),
             unreturned=exchange.table.unreturned,
         )
 

@@ -72,6 +72,7 @@ def test_its_own_states_resume_it(files: int, shard: Any, workers: list[int]) ->
     assert state["finished"]
 
 
+@pytest.mark.filterwarnings("ignore:IterableDataset has set_epoch")
 def test_workers_that_persist_give_the_next_epoch_whole() -> None:
     """The state that the dataset was set to belongs to the epoch that was resumed."""
     for workers in (0, 2):

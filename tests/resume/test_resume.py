@@ -159,7 +159,7 @@ def go_on(work: Work, first: Setting, second: Setting, keep: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning", *QUIET)
-@settings(max_examples=300 if LONG else 60, deadline=None)
+@settings(max_examples=300 if LONG else 30, deadline=None)
 @given(
     work=works,
     first=cheap_settings(in_order=[True, False]),
@@ -178,9 +178,9 @@ def settings_by(method: str) -> st.SearchStrategy[Setting]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning", *QUIET)
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_the_start_method_may_be_another_one(method: str) -> None:
-    """As above, with few examples, since workers import torch; persistent, so that they do so once."""
+    """As above, with few examples: spawned workers import torch. They are persistent and do so once."""
 
     @settings(max_examples=25 if LONG else 3, deadline=None, phases=[Phase.explicit, Phase.generate])
     @given(work=works, first=settings_by(method), second=settings_by(method), keep=ways_to_keep)
@@ -205,11 +205,12 @@ KINDS: dict[str, Setting] = {
     "restarts": Setting(2, {"worker_restarts": 2}),
     "static": Setting(2, {"dispatch": "static", "timeout": 60}),
 }
+SPAWN = pytest.param("spawn", marks=pytest.mark.long)
 SHUFFLED = Work("random", True, 60, 4, False, False, 0, 5)
 
 
 @pytest.mark.filterwarnings(*QUIET)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [SPAWN, *(kind for kind in KINDS if kind != "spawn")])
 def test_workers_of_every_kind_go_on(kind: str) -> None:
     """All resume from the state of a loader without workers, through a distributed checkpoint."""
     torch.manual_seed(11)
@@ -221,7 +222,7 @@ def test_workers_of_every_kind_go_on(kind: str) -> None:
         assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in expected.epochs[0]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [SPAWN, *(kind for kind in KINDS if kind != "spawn")])
 def test_a_loader_without_workers_goes_on_from_workers_of_every_kind(kind: str) -> None:
     torch.manual_seed(11)
     with loader_of(SHUFFLED, KINDS[kind]) as loader:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from warm_python import warm_python
 
 TESTS = Path(__file__).absolute().parents[1]
 
@@ -38,7 +37,8 @@ def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str,
         wrap: A command that runs the program, such as ``("prlimit", "--nofile=64")``.
     """
     command = [
-        *([*wrap, sys.executable] if wrap else warm_python()),
+        *wrap,
+        sys.executable,
         "-W",
         "error",
         "-W",

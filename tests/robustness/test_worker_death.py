@@ -51,7 +51,7 @@ def test_a_killed_worker_is_named_in_time_and_all_are_gone(moment: str) -> None:
 
 
 @quietly
-@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_so_it_is_under_every_start_method(method: str, warm_helpers: None) -> None:
     rng = random.Random(method)
     for moment in MOMENTS if method == "forkserver" else (rng.choice(MOMENTS),):
@@ -73,7 +73,7 @@ def test_a_busy_sibling_does_not_delay_the_error() -> None:
     iterator._workers[0].kill()
     with pytest.raises(shmloader.WorkerDied):
         first_indices(iterator)
-    assert time.monotonic() - began < MOST_ERROR_S + 1
+    assert time.monotonic() - began < MOST_ERROR_S + LOADED_S
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -28,7 +28,7 @@ CASES = [(what, "fork") for what in MISSING] + [
 @pytest.mark.parametrize(("what", "method"), CASES)
 def test_without_it_batches_are_torchs_and_one_warning_names_it(what: str, method: str) -> None:
     result = subprocess.run(
-        [*warm_python(), PROGRAM, what, method], capture_output=True, text=True, check=False, timeout=120
+        [*warm_python(), PROGRAM, what, method], capture_output=True, text=True, check=False, timeout=250
     )
     assert result.returncode == 0, result.stderr
     warning, statistics, shared = result.stdout.splitlines()

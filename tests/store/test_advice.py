@@ -103,7 +103,7 @@ class Hangs(Numbered):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_timeout_says_what_to_change_and_shows_only_the_programs_threads(
     tmp_path: Path, method: str
 ) -> None:

@@ -88,6 +88,31 @@ def test_what_is_set_later_reaches_workers(start_method: str, wrap: Any) -> None
     assert next(iter(loader))[0].tolist() == [8] * 4
 
 
+class Weights(Dataset[Any]):
+    def __init__(self) -> None:
+        self.weights = torch.zeros(1 << 18)
+        self.numbers = np.zeros(1 << 18)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.weights[index]
+
+
+def test_what_is_written_to_a_shared_tensor_later_reaches_workers(start_method: str) -> None:
+    dataset = Weights()
+    loader = DataLoader(
+        dataset, batch_size=4, num_workers=1, share_dataset=True, multiprocessing_context=start_method
+    )
+    assert is_shared(dataset.weights, None)
+    dataset.weights[1] = 5
+    dataset.weights.numpy()[2] = 6
+    assert next(iter(loader)).tolist() == [0, 5, 6, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        dataset.numbers[1] = 5
+
+
 @pytest.mark.filterwarnings("ignore:Texts has set_epoch")
 def test_persistent_workers_keep_what_they_were_started_with_as_torchs_do() -> None:
     dataset = Texts()

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from host_ranks import FORK, ROWS, Box, Building, Rank, build, build_never, build_slowly, servers, wait_for
 
-from shmloader import LoaderError, ShareTimeout
+from shmloader import LoaderError, NotSharedWarning, ShareTimeout
 from shmloader.store import host_server, share
 from shmloader.store.host import share_on_host
 
@@ -305,9 +305,10 @@ def make(rows: Any, split: str) -> Any:
 
 
 def test_what_would_be_copied_into_every_rank_is_refused_with_its_size(name: str) -> None:
-    with pytest.raises(
+    refused = pytest.raises(
         LoaderError, match=r"20,\d\d\d,\d\d\d bytes of the Box .* would be copied into every rank"
-    ):
+    )
+    with pytest.warns(NotSharedWarning, match=r"Box\.content, a bytearray"), refused:
         share_on_host(lambda: Box(bytearray(20_000_000)), name=name)
 
 

@@ -18,14 +18,10 @@ from store_samples import Person
 
 import shmloader
 from shmloader import share
-from shmloader.store.columns.types import (
-    ArrayType,
-    DataclassType,
-    EnumType,
-    LinkType,
-    NamedTupleType,
-    PickleType,
-)
+from shmloader.store.columns.arrays import Arrays
+from shmloader.store.columns.mixed import Links
+from shmloader.store.columns.records import Dataclasses, Namedtuples
+from shmloader.store.columns.values import Enums, Pickles
 
 
 class Bomb:
@@ -45,7 +41,7 @@ def test_pickled_values_are_read_only_where_that_is_allowed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "bomb.arrow"
-    write(path, PickleType(pa.binary(), types=["x"]).wrap(pa.array([pickle.dumps(Bomb())])))
+    write(path, Pickles(pa.binary(), types=["x"]).wrap(pa.array([pickle.dumps(Bomb())])))
     with pytest.raises(ValueError, match=r"bomb\.arrow has pickled values \(rows\).*allow_pickle=True"):
         shmloader.open(path)
     share([{"a": 1, "b": 1j}] * 3).save(path)
@@ -64,15 +60,13 @@ def test_classes_are_not_imported_and_none_of_their_code_runs(
     monkeypatch.syspath_prepend(tmp_path)
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
     for name in ("explosive:Point", "subprocess:Popen", "builtins:type", "os:path", "nowhere", ":"):
-        write(tmp_path / "file.arrow", NamedTupleType(fields.type, python=name).wrap(fields))
+        write(tmp_path / "file.arrow", Namedtuples(fields.type, python=name).wrap(fields))
         (row,) = shmloader.open(tmp_path / "file.arrow")
         assert tuple(row) == (1,)
         assert row._fields == ("x",)
         assert type(row).__module__.startswith("shmloader")
     numbers = pa.array([0], pa.int8())
-    write(
-        tmp_path / "file.arrow", EnumType(numbers.type, python="signal:Signals", members=["A"]).wrap(numbers)
-    )
+    write(tmp_path / "file.arrow", Enums(numbers.type, python="signal:Signals", members=["A"]).wrap(numbers))
     (member,) = shmloader.open(tmp_path / "file.arrow")
     assert (member.name, type(member).__name__) == ("A", "Signals")
     assert "explosive" not in sys.modules
@@ -153,7 +147,7 @@ class WithSetattr:
 def test_dataclasses_that_could_run_code_are_refused_by_name(tmp_path: Path, kind: type, field: str) -> None:
     fields = pa.StructArray.from_arrays([pa.array([1])], [field])
     name = f"{kind.__module__}:{kind.__qualname__}"
-    write(tmp_path / "file.arrow", DataclassType(fields.type, python=name).wrap(fields))
+    write(tmp_path / "file.arrow", Dataclasses(fields.type, python=name).wrap(fields))
     Runs.called.clear()
     store = shmloader.open(tmp_path / "file.arrow")
     with pytest.raises(
@@ -169,10 +163,10 @@ def test_a_class_that_fits_one_column_is_not_taken_for_others(tmp_path: Path) ->
     bad = pa.StructArray.from_arrays([pa.array([1])], ["x"])
     of_del = f"{__name__}:TupleWithDel"
     columns = [
-        DataclassType(good.type, python="store_samples:Person").wrap(good),
-        DataclassType(bad.type, python="store_samples:Person").wrap(bad),
-        NamedTupleType(bad.type, python="store_samples:Point").wrap(bad),
-        NamedTupleType(bad.type, python=of_del).wrap(bad),
+        Dataclasses(good.type, python="store_samples:Person").wrap(good),
+        Dataclasses(bad.type, python="store_samples:Person").wrap(bad),
+        Namedtuples(bad.type, python="store_samples:Point").wrap(bad),
+        Namedtuples(bad.type, python=of_del).wrap(bad),
     ]
     table = pa.table(columns, names=["good", "bad", "point", "del"])
     with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
@@ -198,7 +192,7 @@ def test_a_module_that_loads_itself_when_used_is_not_loaded(
     monkeypatch.setitem(sys.modules, "lazy", module)
     spec.loader.exec_module(module)
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
-    write(tmp_path / "file.arrow", NamedTupleType(fields.type, python="lazy:Point").wrap(fields))
+    write(tmp_path / "file.arrow", Namedtuples(fields.type, python="lazy:Point").wrap(fields))
     assert tuple(shmloader.open(tmp_path / "file.arrow")[0]) == (1,)
 
 
@@ -217,21 +211,21 @@ def test_instances_with_more_than_their_fields_come_back_with_all_of_it(tmp_path
 
 
 HOSTILE: dict[str, Any] = {
-    "pointers": lambda: ArrayType(pa.list_(pa.uint8(), 8), dtype="|O", shape=[1]).wrap(
+    "pointers": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|O", shape=[1]).wrap(
         pa.FixedSizeListArray.from_arrays(pa.array(bytes(8)[:8] and [0] * 8, pa.uint8()), 8)
     ),
-    "a shape that is too large": lambda: ArrayType(
-        pa.list_(pa.uint8(), 8), dtype="|u1", shape=[1 << 40]
-    ).wrap(pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)),
-    "a shape over nothing": lambda: ArrayType(pa.null(), dtype="<i8", shape=[4]).wrap(pa.nulls(3)),
-    "a huge shape over nothing": lambda: ArrayType(pa.null(), dtype="<i8", shape=[1 << 36]).wrap(pa.nulls(3)),
-    "a negative shape": lambda: ArrayType(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[-8]).wrap(
+    "a shape that is too large": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[1 << 40]).wrap(
         pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
     ),
-    "links": lambda: LinkType(pa.int8(), link=0).wrap(pa.array([0], pa.int8())),
-    "a tensor of no dtype": lambda: ArrayType(
-        pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os"
-    ).wrap(pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)),
+    "a shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[4]).wrap(pa.nulls(3)),
+    "a huge shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[1 << 36]).wrap(pa.nulls(3)),
+    "a negative shape": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[-8]).wrap(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    ),
+    "links": lambda: Links(pa.int8(), link=0).wrap(pa.array([0], pa.int8())),
+    "a tensor of no dtype": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os").wrap(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    ),
 }
 
 

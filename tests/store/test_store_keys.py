@@ -17,7 +17,7 @@ import torch
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import Store
-from shmloader.store.columns.types import ArrayType
+from shmloader.store.columns.arrays import Arrays
 from shmloader.store.testing import identical
 
 
@@ -128,7 +128,7 @@ def test_arrays_without_items_alone(empty: Any, tmp_path: Path) -> None:
 
 def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(tmp_path: Path) -> None:
     """Such files were saved when the storage was Arrow's null."""
-    kind = ArrayType(pa.null(), dtype="<f8", shape=[0, 3])
+    kind = Arrays(pa.null(), dtype="<f8", shape=[0, 3])
     column = pa.chunked_array([kind.wrap(pa.nulls(3))])
     share(pa.table({"n": [1, 2, 3], "x": column})).save(tmp_path / "rows.arrow")
     opened = open_store(tmp_path / "rows.arrow")
@@ -137,7 +137,7 @@ def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(t
 
 
 def test_such_files_are_joined_with_others(tmp_path: Path) -> None:
-    kind = ArrayType(pa.null(), dtype="<f8", shape=[0, 3])
+    kind = Arrays(pa.null(), dtype="<f8", shape=[0, 3])
     column = pa.chunked_array([kind.wrap(pa.nulls(2))])
     (tmp_path / "parts").mkdir()
     share(pa.table({"n": [1, 2], "x": column})).save(tmp_path / "parts" / "1.arrow")
@@ -157,7 +157,7 @@ def test_chunks_of_arrays_of_other_shapes_are_one_column_in_a_file(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their items are not read as Python objects for that."""
-    monkeypatch.delattr("shmloader.store.tables._encoded_anew")
+    monkeypatch.delattr("shmloader.store.columns.encode._encoded_anew")
     shapes = [(2, 3)] * 40 + [(3, 3)] * 100 + [(n % 4, 2) for n in range(400)]
     dtype = ">u2" if make is np.asarray else "u1"
     arrays = [make(np.full(shape, n % 200, dtype)) for n, shape in enumerate(shapes)]
@@ -167,7 +167,7 @@ def test_chunks_of_arrays_of_other_shapes_are_one_column_in_a_file(
         store = share(iter(some))
         assert len({store["x"].field(chunk).type for chunk in range(len(store.chunks.starts) - 1)}) > 1
         (kind,) = {chunk.type for chunk in store["x"].to_arrow().chunks}
-        assert isinstance(kind, ArrayType)
+        assert isinstance(kind, Arrays)
         store.save(tmp_path / f"{number}.arrow")
         assert all(map(identical, open_store(tmp_path / f"{number}.arrow"), some))
         part = store[3:90]

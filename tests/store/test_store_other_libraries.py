@@ -229,7 +229,14 @@ def test_a_hugging_face_dataset_in_memory_is_shared_wherever_it_is(hugging_face:
             assert len(pack(shared["train"])[0]) < 10_000
             assert shared["mapped"] is hugging_face
     assert share(hugging_face) is hugging_face
-    assert len(pack(DataLoader(made, share_dataset=True).dataset)[0]) < 10_000
+    shuffled, joined = made.shuffle(seed=1), datasets.concatenate_datasets([made, made])
+    wider = made.add_column("m", list(range(200_000)))
+    for one in (made, shuffled, joined, wider):
+        assert DataLoader(one, share_dataset=True).dataset is one  # what it is told later reaches workers
+        assert len(pack(one)[0]) < 20_000
+    assert (len(joined), joined[200_007], wider[7]) == (400_000, {"n": 7}, {"n": 7, "m": 7})
+    assert made[7] == {"n": 7}
+    assert sorted(row["n"] for row in shuffled.select(range(100))) == sorted(shuffled[:100]["n"])
 
 
 def test_a_column_of_a_hugging_face_dataset_is_a_sequence_like_any_other(hugging_face: Any) -> None:

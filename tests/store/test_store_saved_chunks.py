@@ -18,7 +18,7 @@ from warm_python import warm_python
 from shmloader import open as open_store
 from shmloader import share
 from shmloader.store import MappingStore
-from shmloader.store.columns.values import pickles_to_arrow
+from shmloader.store.columns.values import Pickles
 
 
 def saved(rows: list[Any], path: Path) -> Any:
@@ -74,9 +74,9 @@ def test_rows_that_repeat_have_texts_that_repeat(row_of: Callable[[str, int], An
 
 
 def test_python_types_over_dictionaries_are_read_from_parquet(tmp_path: Path) -> None:
-    words = pickles_to_arrow([1j, 2j])
+    words = Pickles.write([1j, 2j])
     storage = pa.DictionaryArray.from_arrays(pa.array([0, 1] * 50, pa.int32()), words.storage)
-    column = words.type.over(storage.type).wrap(storage)
+    column = words.type.rewrap(storage)
     table = pa.table({"a": column, "b": pa.FixedSizeListArray.from_arrays(column, 1)})
     path = tmp_path / "rows.parquet"
     pq.write_table(table, path)

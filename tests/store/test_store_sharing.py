@@ -252,12 +252,12 @@ def read_mapped(holder: Any, pipe: Connection) -> None:
     pipe.send({name: (int(value[5]), len(value), path_of(value)) for name, value in values.items()})
 
 
-def test_mapped_files_stay_files_and_are_sent_by_path(tmp_path: Path) -> None:
+def test_mapped_files_stay_files_and_are_sent_by_path(tmp_path: Path, warm_helpers: None) -> None:
     values = mapped(tmp_path)
     shared = share(Holder(**values))
     assert all(getattr(shared, name) is value for name, value in values.items())
     assert share(values["memmap"]) is values["memmap"]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=read_mapped, args=(shared, theirs))
     process.start()

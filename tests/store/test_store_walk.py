@@ -7,7 +7,6 @@ import multiprocessing.context
 import os
 import pickle
 import subprocess
-import sys
 from collections import defaultdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -31,6 +30,7 @@ from walk_datasets import (
     make_samples,
     mapped_stores,
 )
+from warm_python import warm_python
 
 from shmloader import DataLoader, NotSharedWarning, SharedMemoryExhausted, share
 from shmloader.store import SharedObject, Store, attributes
@@ -358,7 +358,7 @@ def test_workers_read_the_same_memory_and_batches_are_torchs(start_method: str) 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_hundred_attributes_take_one_descriptor(start_method: str) -> None:
     script = str(Path(__file__).parents[1] / "few_descriptors.py")
-    command = ["sh", "-c", 'ulimit -n 64 && exec "$@"', "sh", sys.executable, script, start_method]
+    command = [*warm_python(), script, start_method]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["limit", "64", "descriptors", "1", "read", "True"], done.stderr
 

@@ -48,7 +48,10 @@ def next_program() -> types.CodeType:
             client, _ = listener.accept()
             size, files, _, _ = socket.recv_fds(client, STATUS_NBYTES, 3)
             request = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-            if not (child := os.fork()):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads of libraries
+                child = os.fork()
+            if not child:
                 ready.close()
                 for other in (listener, client, *(one for _, one in programs.values())):
                     other.close()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 import pickle
+import platform
+import subprocess
+import sys
 from collections import OrderedDict
 from typing import Any
 
@@ -107,6 +110,34 @@ LARGE = [bytes([number]) * 50_000 for number in range(3)]
 def test_large_bytes_arrive_as_bytes(batch: Any) -> None:
     got = arrives(batch)
     assert_same(got, batch)
+
+
+_DECODES = """
+import resource
+import numpy as np
+from shmloader.codec import Decoder, Encoder
+from shmloader.codec.slot_allocator import SlotAllocator
+from shmloader.memory import Segment
+
+segment = Segment()
+allocator, decoder = SlotAllocator(segment), Decoder()
+allocator.begin(0, segment.reserve(0, 0, 1 << 23), 1 << 23)
+begin, end, _ = Encoder(allocator).encode([bytes([number]) * 100_000 for number in range(64)])
+header = bytes(allocator.view()[begin:end])
+for number in range(20):
+    batch = decoder.decode(np.frombuffer(allocator.view(), np.uint8), header)
+    del batch
+    if number == 4:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other heaps have other rules")
+def test_the_memory_of_large_bytes_is_used_again() -> None:
+    command = [sys.executable, "-c", _DECODES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 15 * 100, "a batch has 1,600 pages"
 
 
 def test_large_bytes_are_leaves_and_one_object_in_two_places_stays_one() -> None:

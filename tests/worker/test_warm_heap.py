@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset
+from warm_python import warm_python
 
 import shmloader
 from shmloader.worker import heap as heap_module
@@ -55,8 +56,17 @@ def faults_of_a_batch(**options: Any) -> float:
     return median(after - before for before, after in pairwise(counts[12:]))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_workers_large_results_cost_no_page_faults(method: str) -> None:
+def test_a_workers_large_results_cost_no_page_faults() -> None:
+    """A forked worker has its parent's heap: the parent here is a program, without what other tests left."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    program = subprocess.run(
+        [*warm_python(), __file__], env=environment, check=True, capture_output=True, text=True
+    )
+    assert float(program.stdout) < PAGES_OF_A_BATCH / 20
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.long)])
+def test_nor_do_they_in_workers_that_are_not_forked(method: str, warm_helpers: None) -> None:
     assert faults_of_a_batch(multiprocessing_context=method) < PAGES_OF_A_BATCH / 20
 
 
@@ -86,7 +96,7 @@ def test_a_worker_init_fn_has_the_last_word() -> None:
 def test_the_main_process_and_worker_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(heap_module, "warm_heap", called.append)
-    monkeypatch.setattr("shmloader.worker.loop.warm_heap", called.append)
+    monkeypatch.setattr("shmloader.worker.process.warm_heap", called.append)
     list(shmloader.DataLoader(Faults(), batch_size=480, num_workers=1, worker_type="thread"))
     list(shmloader.DataLoader(Faults(), batch_size=480))
     assert called == []
@@ -189,3 +199,7 @@ def test_nothing_happens_with_another_allocator(tmp_path: Path) -> None:
             [sys.executable, "-c", ASKS], env=environment, check=True, capture_output=True, text=True
         )
         assert made.stdout.strip() == expected
+
+
+if __name__ == "__main__":
+    print(faults_of_a_batch(multiprocessing_context="fork"))

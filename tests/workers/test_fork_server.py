@@ -42,7 +42,7 @@ def _run(folder: Path, main: str, **modules: str) -> list[str]:
         text=True,
         cwd="/",
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")

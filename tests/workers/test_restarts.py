@@ -57,7 +57,13 @@ def _batches(loader: DataLoader) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("method", "how"),
-    [("fork", "exit"), ("fork", "kill"), ("forkserver", "exit"), ("forkserver", "kill"), ("spawn", "kill")],
+    [
+        ("fork", "exit"),
+        ("fork", "kill"),
+        ("forkserver", "exit"),
+        ("forkserver", "kill"),
+        pytest.param("spawn", "kill", marks=pytest.mark.long),
+    ],
 )
 def test_an_epoch_is_whole_though_workers_die(
     tmp_path: Path, method: str, how: str, warm_helpers: None

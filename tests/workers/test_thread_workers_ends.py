@@ -113,7 +113,7 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
     assert dataset.inside.wait(30)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30  # the sample would take for ever
     (slow,) = workers_alive()
     with pytest.raises(LoaderClosed, match=r"loader\.close\(\) was called"):
         next(iterator)

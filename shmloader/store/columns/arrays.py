@@ -1,4 +1,4 @@
-"""Columns of ndarrays, tensors and NumPy scalars: one block if shapes agree, else one run of items.
+"""Kinds of ndarrays, tensors and NumPy scalars: one block if shapes agree, else one run of items.
 
 Reading gives views of shared memory. ndarrays are read-only. Tensors cannot be; they lie over the private
 mapping, so that a write is seen by this process alone, as in a list of tensors that a worker inherited. Each
@@ -8,6 +8,7 @@ tensor has a storage of its own bytes alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -15,91 +16,36 @@ import pyarrow as pa
 import torch
 from pyarrow import types as arrow
 
-from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, is_plain
+from shmloader.codec.array_kinds import (
+    Array,
+    ArrayKind,
+    array_of_tensor,
+    is_plain,
+    kind_of_array,
+    kind_of_tensor,
+    wrap_array,
+)
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.leaves import wrap_tensor
-from shmloader.store.columns.buffers import numbers_to_arrow, offsets_of_lengths
-from shmloader.store.columns.compiled import Scope, ends_of, numbers_of, octets_of
-from shmloader.store.columns.types import ArrayType, PythonType, ScalarType, is_list, mask_of
+from shmloader.store.columns import buffers
+from shmloader.store.columns.kind import Block, Kind, Origin, PythonType, Reader, United
+from shmloader.store.columns.mixed import union_of
+from shmloader.store.columns.values import Pickles
 from shmloader.store.sealed_buffer import SharedBuffer
+
+NUMBERS = "biufc"
+"""Kinds of NumPy scalars that become one array."""
 
 _TENSOR_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_OF_TORCH_DTYPE}
 
 
-def is_native(dtype: np.dtype[Any]) -> bool:
+def _is_native(dtype: np.dtype[Any]) -> bool:
     """Whether Arrow has the items of a dtype as numbers."""
     return dtype.kind in "iuf" and dtype.itemsize <= 8 and dtype.isnative
 
 
-def items_of(flat: Array) -> Any:
+def _items_of(flat: Array) -> Any:
     """An Arrow array over the items of a flat, contiguous array: numbers, or bytes."""
-    return numbers_to_arrow(flat if is_native(flat.dtype) else flat.view(np.uint8))
-
-
-def scalars_to_arrow(values: list[Any], dtype: np.dtype[Any]) -> Any:
-    """A column of NumPy scalars that all have this dtype."""
-    flat = np.array(values, dtype)
-    kind = ScalarType(
-        pa.from_numpy_dtype(dtype) if is_native(dtype) else pa.binary(dtype.itemsize), dtype=dtype.str
-    )
-    return kind.wrap(numbers_to_arrow(flat, kind.storage_type))
-
-
-def arrays_to_arrow(values: list[Any], kind: ArrayKind) -> Any:
-    """A column of ndarrays or tensors of one kind."""
-    if kind.torch_dtype is not None:
-        arrays = [array_of_tensor(value, kind.dtype) for value in values]
-    else:
-        arrays = values
-    shapes = {array.shape for array in arrays}
-    flat = np.concatenate([array.ravel() for array in arrays], dtype=kind.dtype)
-    items = items_of(flat)
-    width = 1 if is_native(kind.dtype) else kind.dtype.itemsize
-    names = {"dtype": kind.dtype.str}
-    if kind.torch_dtype is not None:
-        names["tensor"] = str(kind.torch_dtype).removeprefix("torch.")
-    # How many fixed-size lists of no items there are Arrow cannot tell: such arrays are kept as ragged ones.
-    if len(shapes) == 1 and len(flat):
-        shape = shapes.pop()
-        storage = pa.FixedSizeListArray.from_arrays(items, math.prod(shape) * width)
-        return ArrayType(storage.type, shape=list(shape), **names).wrap(storage)
-    sizes = np.array([array.shape for array in arrays], np.int64)
-    lists = lists_to_arrow(sizes.prod(axis=1) * width, items)
-    if kind.ndim > 1:
-        shape = pa.FixedSizeListArray.from_arrays(numbers_to_arrow(sizes.reshape(-1)), kind.ndim)
-        lists = pa.StructArray.from_arrays([lists, shape], ["items", "shape"])
-    return ArrayType(lists.type, ndim=kind.ndim, **names).wrap(lists)
-
-
-def of_any_shape(column: Any) -> Any:
-    """A column of arrays as one that may also have arrays of other shapes, over the same items."""
-    storage, said = column.storage, dict(column.type.parameters)
-    shape = said.pop("shape", None)
-    if shape is None:
-        return column
-    if arrow.is_null(storage.type):  # arrays without items, in files of before
-        lengths, mask = np.zeros(len(column), np.int64), None
-        items = items_of(np.empty(0, dtype_named(said["dtype"])))
-    else:
-        lengths = np.full(len(column), storage.type.list_size)
-        mask = mask_of(column)
-        begin = storage.offset * storage.type.list_size
-        items = storage.values[begin : begin + int(lengths.sum())]
-    lists = lists_to_arrow(lengths, items)
-    if len(shape) > 1:
-        sizes = numbers_to_arrow(np.array(shape * len(column), np.int64))
-        shapes = pa.FixedSizeListArray.from_arrays(sizes, len(shape))
-        lists = pa.StructArray.from_arrays([lists, shapes], ["items", "shape"], mask=mask)
-    elif mask is not None:
-        lists = type(lists).from_arrays(lists.offsets, lists.values, mask=mask)
-    return ArrayType(lists.type, ndim=len(shape), **said).wrap(lists)
-
-
-def lists_to_arrow(lengths: Any, items: Any) -> Any:
-    """A column of lists of these lengths, over the items of all."""
-    offsets = offsets_of_lengths(lengths)
-    make = pa.ListArray if offsets.itemsize == 4 else pa.LargeListArray
-    return make.from_arrays(numbers_to_arrow(offsets), items)
+    return buffers.numbers_to_arrow(flat if _is_native(flat.dtype) else flat.view(np.uint8))
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -117,61 +63,184 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def _kind_of_type(kind: PythonType) -> ArrayKind:
-    """The kind of a column's arrays; ValueError where its type contradicts itself."""
-    parameters = kind.parameters
-    dtype, torch_dtype = dtype_named(parameters.get("dtype", "")), None
-    if "tensor" in parameters:
-        torch_dtype = _TENSOR_DTYPES.get(parameters["tensor"])
-        if torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[torch_dtype]].carrier != dtype:
-            raise ValueError(f"tensors of {parameters['tensor']!r} are not kept as {dtype}")
-    shape = parameters.get("shape")
-    if shape is not None and not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"{shape!r} is no shape")
-    return ArrayKind(dtype, len(shape) if shape is not None else int(parameters["ndim"]), torch_dtype)
+class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.generic)):
+    """NumPy scalars of ``dtype``: numbers, or items of bytes."""
+
+    getter = Kind.getter
+
+    @classmethod
+    def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
+        return union_of(values, [value.dtype for value in values], cls._of_dtype)
+
+    @classmethod
+    def _of_dtype(cls, dtype: Any, values: list[Any]) -> Any:
+        if not is_plain(dtype):
+            return Pickles.write(values)
+        kind = pa.from_numpy_dtype(dtype) if _is_native(dtype) else pa.binary(dtype.itemsize)
+        return cls.around(buffers.numbers_to_arrow(np.array(values, dtype), kind), dtype=dtype.str)
+
+    def items(self, column: Any) -> Array:
+        dtype, storage = dtype_named(self.parameters["dtype"]), column.storage
+        width = storage.type.bit_width // 8
+        if width != dtype.itemsize:
+            raise ValueError(f"{dtype} over {storage.type} means nothing")
+        return np.frombuffer(buffers.octets_of(storage, 1), dtype, len(storage), storage.offset * width)
+
+    def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
+        flat = self.items(column)
+        return Block(flat, ArrayKind(flat.dtype, 0), list) if flat.dtype.kind in NUMBERS else None
 
 
-# Reading.
+class Arrays(PythonType, name="ndarray"):
+    """ndarrays of ``dtype``, or tensors with ``tensor``, the name of torch's dtype.
 
-
-def scalars_of(column: Any) -> tuple[Array, ArrayKind]:
-    """All NumPy scalars of a column as one array.
-
-    Raises:
-        ValueError: If the type contradicts itself, or the storage is too short.
+    With ``shape`` all have that shape, and the storage is a fixed-size list of the items of each. Else they
+    have ``ndim`` dimensions: the storage is a list, and with more than one dimension a struct of it and of
+    the shapes. Items of dtypes that Arrow lacks are bytes.
     """
-    dtype, storage = dtype_named(column.type.parameters["dtype"]), column.storage
-    width = storage.type.bit_width // 8
-    if width != dtype.itemsize:
-        raise ValueError(f"{dtype} over {storage.type} means nothing")
-    flat = np.frombuffer(octets_of(storage, 1), dtype, len(storage), storage.offset * width)
-    return flat, ArrayKind(dtype, 0)
 
+    takes = (np.ndarray, torch.Tensor)
+    is_leaf = False
 
-def block_of(column: Any, memory: SharedBuffer | None = None) -> tuple[Array, ArrayKind] | None:
-    """All arrays of a column as one, if they have one shape; None if they differ.
+    @classmethod
+    def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
+        kind_of: Callable[[Any], Any] = kind_of_tensor if type(values[0]) is torch.Tensor else kind_of_array
+        return union_of(values, list(map(kind_of, values)), cls._of_kind)
 
-    Raises:
-        ValueError: If the type contradicts itself, or the storage is too short.
-    """
-    kind, shape = _kind_of_type(column.type), column.type.parameters.get("shape")
-    if shape is None:
-        return None
-    storage = column.storage
-    if arrow.is_null(storage.type) and 0 in shape:  # arrays without items, in files of before
-        return np.empty((len(storage), *shape), kind.dtype), kind
-    if not arrow.is_fixed_size_list(storage.type):
-        raise ValueError(f"arrays of shape {shape} over {storage.type} mean nothing")
-    width = storage.type.list_size
-    size = _size_of(storage.type.value_type, kind)
-    flat = _flat(storage.values, kind, memory)
-    begin = storage.offset * width // size
-    return flat[begin : begin + len(storage) * width // size].reshape(len(storage), *shape), kind
+    @classmethod
+    def _of_kind(cls, kind: ArrayKind | None, values: list[Any]) -> Any:
+        if kind is None:
+            return Pickles.write(values)
+        names = {"dtype": kind.dtype.str}
+        if kind.torch_dtype is not None:
+            values = [array_of_tensor(value, kind.dtype) for value in values]
+            names["tensor"] = str(kind.torch_dtype).removeprefix("torch.")
+        shapes = {array.shape for array in values}
+        flat = np.concatenate([array.ravel() for array in values], dtype=kind.dtype)
+        width = 1 if _is_native(kind.dtype) else kind.dtype.itemsize
+        # How many fixed-size lists of no items there are Arrow cannot tell: such arrays are kept as ragged.
+        if len(shapes) == 1 and len(flat):
+            shape = list(shapes.pop())
+            storage = pa.FixedSizeListArray.from_arrays(_items_of(flat), math.prod(shape) * width)
+            return cls.around(storage, shape=shape, **names)
+        sizes = np.array([array.shape for array in values], np.int64)
+        return cls._ragged(sizes.prod(axis=1) * width, _items_of(flat), sizes, None, names)
+
+    @classmethod
+    def _ragged(cls, lengths: Array, items: Any, sizes: Array, mask: Any, names: dict[str, Any]) -> Any:
+        """Arrays of these shapes, over the items of all."""
+        lists = buffers.lists_to_arrow(lengths, items)
+        ndim = sizes.shape[1]
+        if ndim > 1:
+            shapes = pa.FixedSizeListArray.from_arrays(buffers.numbers_to_arrow(sizes.reshape(-1)), ndim)
+            lists = pa.StructArray.from_arrays([lists, shapes], ["items", "shape"], mask=mask)
+        elif mask is not None:
+            lists = type(lists).from_arrays(lists.offsets, lists.values, mask=mask)
+        return cls.around(lists, ndim=ndim, **names)
+
+    def form(self, kind: Any) -> Hashable:
+        said = self.parameters
+        return self.NAME, said["dtype"], said.get("tensor"), said.get("ndim") or len(said["shape"])
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        if len({str(part.type.parameters) for part in parts}) > 1:
+            parts = [part.type.of_any_shape(part) for part in parts]
+        return super(Arrays, parts[0].type).unite(parts, united)
+
+    def of_any_shape(self, column: Any) -> Any:
+        """A column of arrays as one that may also have arrays of other shapes, over the same items."""
+        names, storage = dict(self.parameters), column.storage
+        shape = names.pop("shape", None)
+        if shape is None:
+            return column
+        mask = buffers.mask_of(column)
+        if arrow.is_null(storage.type):  # arrays without items, in files of before
+            lengths, mask = np.zeros(len(column), np.int64), None
+            items = _items_of(np.empty(0, dtype_named(names["dtype"])))
+        else:
+            lengths = np.full(len(column), storage.type.list_size)
+            begin = storage.offset * storage.type.list_size
+            items = storage.values[begin : begin + int(lengths.sum())]
+        return self._ragged(lengths, items, np.array([shape] * len(column), np.int64), mask, names)
+
+    def describe(self, kind: Any) -> str:
+        said = self.parameters
+        return (
+            f"tensor {said['tensor']} {said.get('shape', '')}".strip()
+            if "tensor" in said
+            else super().describe(kind)
+        )
+
+    def _array_kind(self) -> ArrayKind:
+        """The kind of the arrays; ValueError where the type contradicts itself."""
+        said = self.parameters
+        dtype, torch_dtype = dtype_named(said.get("dtype", "")), None
+        if "tensor" in said:
+            torch_dtype = _TENSOR_DTYPES.get(said["tensor"])
+            if torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[torch_dtype]].carrier != dtype:
+                raise ValueError(f"tensors of {said['tensor']!r} are not kept as {dtype}")
+        shape = said.get("shape")
+        if shape is not None and not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"{shape!r} is no shape")
+        return ArrayKind(dtype, len(shape) if shape is not None else int(said["ndim"]), torch_dtype)
+
+    def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
+        shape = self.parameters.get("shape")
+        if shape is None or arrow.is_dictionary(self.storage_type):
+            return None
+        kind, storage = self._array_kind(), column.storage
+        if arrow.is_null(storage.type) and 0 in shape:  # arrays without items, in files of before
+            block: Array = np.empty((len(storage), *shape), kind.dtype)
+        elif arrow.is_fixed_size_list(storage.type):
+            width, size = storage.type.list_size, _size_of(storage.type.value_type, kind)
+            begin, end = (place * width // size for place in (storage.offset, storage.offset + len(storage)))
+            block = _flat(storage.values, kind, memory)[begin:end].reshape(len(storage), *shape)
+        else:
+            raise ValueError(f"arrays of shape {shape} over {storage.type} mean nothing")
+        return Block(block, kind, lambda gathered: [gathered[n, ...] for n in range(len(gathered))])
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        kind, block = self._array_kind(), self.block(column, origin.memory)
+        wrap = kind.torch_dtype is not None
+        if block is None:
+            read = self._ragged_getter(column, kind, origin)
+        elif not kind.ndim:
+            read = self._without_dimensions(block.items)
+        else:
+            read = block.items.__getitem__
+        if origin.copy and wrap:
+            return lambda i: wrap_array(read(i).copy(), kind)
+        if origin.copy:
+            return lambda i: read(i).copy()
+        if wrap and DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native:  # type: ignore[index]
+            return lambda i: torch.from_numpy(read(i))
+        return (lambda i: wrap_array(read(i), kind)) if wrap else read
+
+    @staticmethod
+    def _without_dimensions(items: Array) -> Reader:
+        return lambda i: items[i, ...]  # else a scalar
+
+    def _ragged_getter(self, column: Any, kind: ArrayKind, origin: Origin) -> Reader:
+        storage = column.storage
+        lists = storage.field(0) if arrow.is_struct(storage.type) else storage
+        if not (arrow.is_list(lists.type) or arrow.is_large_list(lists.type)):
+            raise ValueError(f"arrays over {storage.type} mean nothing")
+        size = _size_of(lists.type.value_type, kind)
+        ends: Any = buffers.ends_of(lists)
+        if size > 1:
+            ends = (np.asarray(ends) // size).data
+        flat = _flat(lists.values, kind, origin.memory)
+        if kind.ndim == 1:
+            return lambda i: flat[ends[i] : ends[i + 1]]
+        sizes = storage.field(1)
+        numbers = np.asarray(buffers.numbers_of(sizes.values, 1, "q", len(sizes.values)))
+        shapes = numbers[sizes.offset * kind.ndim :][: len(sizes) * kind.ndim].reshape(len(sizes), kind.ndim)
+        return lambda i: flat[ends[i] : ends[i + 1]].reshape(shapes[i])
 
 
 def _size_of(items: Any, kind: ArrayKind) -> int:
     """The number of Arrow's items that are one of NumPy's."""
-    if items == (pa.from_numpy_dtype(kind.dtype) if is_native(kind.dtype) else None):
+    if items == (pa.from_numpy_dtype(kind.dtype) if _is_native(kind.dtype) else None):
         return 1
     if items == pa.uint8():
         return kind.dtype.itemsize
@@ -183,51 +252,9 @@ def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:
         return np.empty(0, kind.dtype)
-    offset = 0
-    source: Any = buffer
-    if (
-        kind.torch_dtype is not None
-        and memory is not None
-        and 0 <= buffer.address - memory.address < memory.nbytes
-    ):
+    source, offset = buffer, 0
+    if kind.torch_dtype is not None and memory is not None and Origin(memory).holds(buffer):
         source, offset = memory.private, buffer.address - memory.address
     nbytes = (len(values) + values.offset) * values.type.bit_width // 8
     # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.
     return np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
-
-
-def array_expression(column: Any, scope: Scope) -> str:
-    """Source of the array or tensor in row ``i``."""
-    found = block_of(column, scope.memory)
-    if found is not None:
-        block, kind = found
-        dots = "" if kind.ndim else ", ..."  # else a scalar
-        return _as_rows(f"{scope.bind(block)}[i{dots}]", kind, scope)
-    kind = _kind_of_type(column.type)
-    storage = column.storage
-    lists = storage.field(0) if arrow.is_struct(storage.type) else storage
-    if not is_list(lists.type):
-        raise ValueError(f"arrays over {storage.type} mean nothing")
-    size = _size_of(lists.type.value_type, kind)
-    ends: Any = ends_of(lists)
-    if size > 1:
-        ends = np.asarray(ends) // size
-    named = scope.bind(ends)
-    value = f"{scope.bind(_flat(lists.values, kind, scope.memory))}[{named}[i] : {named}[i + 1]]"
-    if kind.ndim > 1:
-        sizes = storage.field(1)
-        flat = np.asarray(numbers_of(sizes.values, 1, "q", len(sizes.values)))
-        shapes = flat[sizes.offset * kind.ndim :][: len(sizes) * kind.ndim].reshape(len(sizes), kind.ndim)
-        value += f".reshape({scope.bind(shapes)}[i])"
-    return _as_rows(value, kind, scope)
-
-
-def _as_rows(array: str, kind: ArrayKind, scope: Scope) -> str:
-    """The expression of what a stored array stands for."""
-    if scope.copy:
-        array += ".copy()"
-    if kind.torch_dtype is None:
-        return array
-    if DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native:
-        return f"{scope.bind(torch.from_numpy)}({array})"
-    return f"{scope.bind(wrap_tensor)}({array}, {scope.bind(kind.torch_dtype)})"

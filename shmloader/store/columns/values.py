@@ -1,158 +1,211 @@
-"""Columns of single values: numbers, texts, times, others of the standard library; pickles of the rest."""
+"""Kinds of single values: None, numbers, texts, bytes, what is kept as these; pickles of everything else."""
 
 from __future__ import annotations
 
-import datetime as dt
 import decimal
-import gc
+import enum
 import io
 import pathlib
 import pickle
 import uuid
-import zoneinfo
 from array import array
-from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Hashable
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pyarrow import types as arrow
 
-from shmloader.codec.array_kinds import Array, array_of_tensor, kind_of_tensor
+from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
-from shmloader.store.columns import types
-from shmloader.store.columns.buffers import numbers_to_arrow, octets_to_arrow, texts_to_arrow
-from shmloader.store.columns.types import PickleType
+from shmloader.store.columns import buffers
+from shmloader.store.columns.classes import made_enum
+from shmloader.store.columns.kind import (
+    Block,
+    Kind,
+    Origin,
+    PythonType,
+    Reader,
+    UnfitError,
+    United,
+)
+from shmloader.store.sealed_buffer import SharedBuffer
 
 _SAMPLED_TEXTS = 256
 _MOST_WORDS = 4096  # different texts of a column that are kept once each
-_SAMPLED_VALUES = 4
-_MOST_REFERENCES = 1000  # that are followed from a value before it counts as free of cycles
 _MOST_NAMED = 8
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
-_MICROSECOND = dt.timedelta(microseconds=1)
-_MOST_DAYS = 100_000_000  # of which 64 bits hold the microseconds
+_CODES = {pa.from_numpy_dtype(code): code for code in "bhiqBHIQfd"}
+KIND_OF_SCALAR: dict[type, ArrayKind] = {
+    kind: ArrayKind(np.dtype(code), 0)
+    for kind, code in ((int, np.int64), (float, np.float64), (bool, np.bool_))
+}
+"""The arrays that numbers of Python are gathered into."""
 
 
-class UnfitError(Exception):
-    """Not all values fit into a column of their type; ``fits`` tells which do."""
+class Nulls(Kind, arrow=[pa.null()]):
+    """None alone; beside other values it is Arrow's null."""
 
-    def __init__(self, fits: Callable[[Any], bool]) -> None:
-        super().__init__()
-        self.fits = fits
+    takes = (NoneType,)
+    nullable = False
 
+    @classmethod
+    def write(cls, values: list[None], encoder: Any, depth: int) -> Any:
+        return pa.nulls(len(values))
 
-def _ints(values: list[int]) -> Any:
-    """Integers, in as few bits as they need."""
-    try:
-        wide = np.frombuffer(array("q", values), np.int64)
-    except OverflowError:
-        raise UnfitError(lambda value: -(1 << 63) <= value < 1 << 63) from None
-    least, most = int(wide.min()), int(wide.max())
-    code = next(code for code in "bBhHiIq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
-    return numbers_to_arrow(wide.astype(code))
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        return lambda i: None
 
 
-def _texts(values: list[str]) -> Any:
-    try:
-        return _each_once(texts_to_arrow(values))
-    except UnicodeEncodeError:
-        raise UnfitError(is_unicode) from None
+class _Castable(Kind):
+    """Values whose types Arrow casts to the widest."""
+
+    WIDE: Any
+
+    def form(self, kind: Any) -> Hashable:
+        return type(self).__name__
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        kinds = {part.type for part in parts}
+        return [part.cast(self.WIDE if len(kinds) > 1 else part.type) for part in parts]
 
 
-def _octets(values: list[bytes]) -> Any:
-    return _each_once(octets_to_arrow(values))
+class _Numbers(_Castable):
+    """Numbers, whose memory a memoryview reads."""
+
+    def items(self, column: Any) -> memoryview[Any]:
+        return buffers.numbers_of(column, 1, _CODES[column.type], len(column))
+
+    def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
+        items: Array = np.asarray(self.items(column))
+        if items.dtype == np.uint64:
+            if items.size and items.max() >> np.uint64(63):  # NumPy gives Python's int no dtype for these
+                return None
+            items = items.view(np.int64)
+        return Block(items, KIND_OF_SCALAR[self.takes[0]], np.ndarray.tolist)
 
 
-def _each_once(column: Any) -> Any:
-    """Texts as a dictionary, where there are few different ones."""
-    step = max(1, len(column) // _SAMPLED_TEXTS)
-    sample = column.take(numbers_to_arrow(np.arange(0, len(column), step)))
-    if len(column) < 16 or len(sample.unique()) * 4 > len(sample):
-        return column
-    found = column.dictionary_encode()
-    if len(found.dictionary) > min(_MOST_WORDS, len(column) // 4):
-        return column
-    places = found.indices.cast(pa.int8() if len(found.dictionary) < 128 else pa.int16())
-    return pa.DictionaryArray.from_arrays(places, found.dictionary)
+class Ints(_Numbers, arrow=map(pa.from_numpy_dtype, "bhiqBHIQ")):
+    """Integers, in as few bits as all need."""
+
+    takes = (int,)
+
+    @classmethod
+    def write(cls, values: list[int], encoder: Any, depth: int) -> Any:
+        try:
+            wide = np.frombuffer(array("q", values), np.int64)
+        except OverflowError:
+            raise UnfitError(lambda value: -(1 << 63) <= value < 1 << 63) from None
+        least, most = int(wide.min()), int(wide.max())
+        code = next(code for code in "bBhHiIq" if np.iinfo(code).min <= least and most <= np.iinfo(code).max)
+        return buffers.numbers_to_arrow(wide.astype(code))
+
+    def form(self, kind: Any) -> Hashable:
+        # No type has all of uint64 and a sign.
+        return str(kind) if kind == pa.uint64() else "int"
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        kinds = {part.type for part in parts}
+        bits = max(kind.bit_width << arrow.is_unsigned_integer(kind) for kind in kinds)
+        kind = kinds.pop() if len(kinds) == 1 else pa.from_numpy_dtype(f"i{bits // 8}")
+        return [part.cast(kind) for part in parts]
 
 
-def _decimals(values: list[decimal.Decimal]) -> Any:
-    texts = texts_to_arrow(list(map(str, values)))
-    return types.DecimalType(texts.type).wrap(texts)
+class Floats(_Numbers, arrow=[pa.float32(), pa.float64()]):
+    """Floats."""
+
+    takes = (float,)
+    WIDE = pa.float64()
+
+    @classmethod
+    def write(cls, values: list[float], encoder: Any, depth: int) -> Any:
+        return buffers.numbers_to_arrow(np.frombuffer(array("d", values), np.float64))
 
 
-def _uuids(values: list[uuid.UUID]) -> Any:
-    octets = np.array([value.bytes for value in values], "V16")
-    return types.UuidType(pa.binary(16)).wrap(numbers_to_arrow(octets, pa.binary(16)))
+class Bools(Kind, arrow=[pa.bool_()]):
+    """Truth values, a bit each."""
+
+    takes = (bool,)
+
+    @classmethod
+    def write(cls, values: list[bool], encoder: Any, depth: int) -> Any:
+        return buffers.numbers_to_arrow(np.frombuffer(bytes(values), np.bool_))
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        bits, offset = buffers.octets_of(column, 1), column.offset
+
+        def read(i: int) -> bool:
+            i += offset
+            return bool(bits[i >> 3] >> (i & 7) & 1)
+
+        return read
+
+    def block(self, column: Any, memory: SharedBuffer | None) -> Block:
+        octets = np.asarray(buffers.octets_of(column, 1))[
+            column.offset >> 3 : (column.offset + len(column) + 7) >> 3
+        ]
+        return Block(octets, KIND_OF_SCALAR[bool], np.ndarray.tolist, bit=column.offset & 7)
 
 
-def _paths(values: list[pathlib.PurePath]) -> Any:
-    try:
-        texts = texts_to_arrow(list(map(str, values)))
-    except UnicodeEncodeError:
-        raise UnfitError(lambda value: is_unicode(str(value))) from None
-    return types.PathType(texts.type, kind=type(values[0]).__name__).wrap(texts)
+class Texts(_Castable, arrow=[pa.string(), pa.large_string()]):
+    """Texts in UTF-8; each once, in a dictionary, if there are few."""
+
+    takes = (str,)
+    WIDE = pa.large_string()
+
+    @classmethod
+    def write(cls, values: list[str], encoder: Any, depth: int) -> Any:
+        return _each_once(unicode_to_arrow(values, is_unicode))
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        memory, begin, ends = _parts(column, origin)
+        return lambda i: memory[begin + ends[i] : begin + ends[i + 1]].decode()
 
 
-def _dates(values: list[dt.date]) -> Any:
-    days = np.fromiter(map(dt.date.toordinal, values), np.int32, len(values))
-    return numbers_to_arrow(days - _EPOCH.toordinal(), pa.date32())
+class Octets(_Castable, arrow=[pa.binary(), pa.large_binary()]):
+    """Bytes of any length; each once, in a dictionary, if there are few."""
+
+    takes = (bytes,)
+    WIDE = pa.large_binary()
+
+    @classmethod
+    def write(cls, values: list[bytes], encoder: Any, depth: int) -> Any:
+        return _each_once(buffers.octets_to_arrow(values))
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        memory, begin, ends = _parts(column, origin)
+        return lambda i: memory[begin + ends[i] : begin + ends[i + 1]]
 
 
-def _times(values: list[dt.time]) -> Any:
-    def fits(value: dt.time) -> bool:
-        return value.tzinfo is None and not value.fold
+class _SlicesAsBytes:
+    """Memory elsewhere than in a mapping."""
 
-    if not all(map(fits, values)):
-        raise UnfitError(fits)
-    seconds = np.array([(one.hour * 60 + one.minute) * 60 + one.second for one in values], np.int64)
-    return numbers_to_arrow(seconds * 10**6 + [one.microsecond for one in values], pa.time64("us"))
+    def __init__(self, memory: memoryview[Any]) -> None:
+        self._memory = memory
 
-
-def _datetimes(values: list[dt.datetime]) -> Any:
-    """Naive ones as Arrow's timestamps; of one time zone with that zone's name."""
-    zone = values[0].tzinfo
-
-    def fits(value: dt.datetime) -> bool:
-        found = value.tzinfo
-        is_alike = not value.fold and (type(found), str(found)) == (type(zone), str(zone))
-        return is_alike and (zone is None or 1 < value.year < dt.MAXYEAR)  # else UTC may be out of range
-
-    if not all(map(fits, values)):
-        raise UnfitError(fits)
-    if zone is None:
-        epoch = _EPOCH.replace(tzinfo=None)
-        return numbers_to_arrow(_microseconds(value - epoch for value in values), pa.timestamp("us"))
-    # Other classes of zones may need a time for that.
-    offset = zone.utcoffset(None) if type(zone) is dt.timezone else None
-    named: dict[str, Any]
-    if offset is not None and str(zone) == str(dt.timezone(offset)):
-        named = {"offset_s": offset.total_seconds()}
-    elif type(zone) is zoneinfo.ZoneInfo and zone.key and all(map(_is_in_no_gap, values)):
-        named = {"key": zone.key}
-    else:
-        raise UnfitError(lambda value: False)
-    storage = numbers_to_arrow(_microseconds(value - _EPOCH for value in values), pa.timestamp("us", "UTC"))
-    return types.DatetimeType(storage.type, **named).wrap(storage)
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._memory[part])
 
 
-def _durations(values: list[dt.timedelta]) -> Any:
-    try:
-        return numbers_to_arrow(_microseconds(values), pa.duration("us"))
-    except OverflowError:
-        raise UnfitError(lambda value: abs(value.days) < _MOST_DAYS) from None
+def _parts(column: Any, origin: Origin) -> tuple[Any, int, memoryview[Any]]:
+    """Memory whose slices are bytes, the place where those of a column begin in it, and their ends."""
+    memory, begin = origin.octets(column.buffers()[2])
+    return (
+        _SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory,
+        begin,
+        buffers.ends_of(column),
+    )
 
 
-def _microseconds(values: Iterable[dt.timedelta]) -> Array:
-    return np.array([value // _MICROSECOND for value in values], np.int64)
+class FixedOctets(Kind, arrow=[pa.binary(1)]):
+    """Bytes of one length, of other programs."""
 
-
-def _is_in_no_gap(value: dt.datetime) -> bool:
-    """Whether a time comes back from UTC as it was: an hour that a zone leaves out does not."""
-    return value.astimezone(dt.UTC).astimezone(value.tzinfo).replace(fold=0) == value
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        octets, width = buffers.octets_of(column, 1), column.type.byte_width
+        octets = octets[column.offset * width : (column.offset + len(column)) * width]
+        return lambda i: octets[i * width : i * width + width].tobytes()
 
 
 def is_unicode(text: str) -> bool:
@@ -164,30 +217,130 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-ENCODERS: dict[type, Callable[[list[Any]], Any]] = {
-    int: _ints,
-    float: lambda values: numbers_to_arrow(np.frombuffer(array("d", values), np.float64)),
-    bool: lambda values: numbers_to_arrow(np.frombuffer(bytes(values), np.bool_)),
-    str: _texts,
-    bytes: _octets,
-    dt.date: _dates,
-    dt.time: _times,
-    dt.timedelta: _durations,
-    dt.datetime: _datetimes,
-    decimal.Decimal: _decimals,
-    uuid.UUID: _uuids,
-    pathlib.PosixPath: _paths,
-    pathlib.PurePosixPath: _paths,
-    pathlib.PureWindowsPath: _paths,
-}
-"""Makers of a column of values of exactly one type; they raise `UnfitError` if not all fit."""
+def unicode_to_arrow(texts: list[str], fits: Callable[[Any], bool]) -> Any:
+    """A column of texts; `UnfitError` where a value does not fit."""
+    try:
+        return buffers.texts_to_arrow(texts)
+    except UnicodeEncodeError:
+        raise UnfitError(fits) from None
+
+
+def _each_once(column: Any) -> Any:
+    """Texts as a dictionary, where there are few different ones."""
+    step = max(1, len(column) // _SAMPLED_TEXTS)
+    sample = column.take(buffers.numbers_to_arrow(np.arange(0, len(column), step)))
+    if len(column) < 16 or len(sample.unique()) * 4 > len(sample):
+        return column
+    found = column.dictionary_encode()
+    if len(found.dictionary) > min(_MOST_WORDS, len(column) // 4):
+        return column
+    places = found.indices.cast(pa.int8() if len(found.dictionary) < 128 else pa.int16())
+    return pa.DictionaryArray.from_arrays(places, found.dictionary)
+
+
+class Decimals(PythonType, name="decimal", over=Texts):
+    """Decimals, as strings: these keep trailing zeros and NaN."""
+
+    takes = (decimal.Decimal,)
+
+    @classmethod
+    def write(cls, values: list[decimal.Decimal], encoder: Any, depth: int) -> Any:
+        return cls.around(buffers.texts_to_arrow(list(map(str, values))))
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return decimal.Decimal
+
+
+class Paths(PythonType, name="path", over=Texts):
+    """Paths, as strings; ``kind`` is the class in ``pathlib``."""
+
+    takes = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+
+    @classmethod
+    def write(cls, values: list[pathlib.PurePath], encoder: Any, depth: int) -> Any:
+        texts = unicode_to_arrow(list(map(str, values)), lambda value: is_unicode(str(value)))
+        return cls.around(texts, kind=type(values[0]).__name__)
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
+
+
+class Uuids(PythonType, name="uuid", over=FixedOctets):
+    """UUIDs, as 16 bytes."""
+
+    takes = (uuid.UUID,)
+
+    @classmethod
+    def write(cls, values: list[uuid.UUID], encoder: Any, depth: int) -> Any:
+        return cls.around(fixed_to_arrow([value.bytes for value in values], 16))
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        return lambda octets: uuid.UUID(bytes=octets)
+
+
+class Enums(PythonType, name="enum", over=Ints, where=lambda kind: issubclass(kind, enum.Enum)):
+    """Members of the enum ``python``: positions in ``members``."""
+
+    @classmethod
+    def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
+        kind: Any = type(values[0])
+        members = list(kind.__members__)
+        places = {id(kind.__members__[name]): place for place, name in reversed(list(enumerate(members)))}
+        numbers = [places.get(id(value), -1) for value in values]
+        if -1 in numbers:  # combined flags
+            raise UnfitError
+        name = encoder.name_of(kind)
+        numbers = buffers.numbers_to_arrow(np.array(numbers, np.int8 if len(members) < 128 else np.int32))
+        return cls.around(numbers, python=name, members=members)
+
+    def is_for(self, found: Any) -> bool:
+        """Whether a class is still the one of the name."""
+        return issubclass(found, enum.Enum) and set(self.parameters["members"]) <= found.__members__.keys()
+
+    def made_up(self, name: str) -> Any:
+        """A class in its place."""
+        return made_enum(name, tuple(self.parameters["members"]))
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        found = origin.finder.find(self)
+        return [found[name] for name in self.parameters["members"]].__getitem__
+
+
+def fixed_to_arrow(values: list[bytes], nbytes: int) -> Any:
+    """A column of bytes of one length."""
+    return buffers.numbers_to_arrow(np.array(values, f"V{nbytes}"), pa.binary(nbytes))
+
+
+class Pickles(PythonType, name="pickle", over=Octets):
+    """Other objects, each pickled by itself; ``types`` names their classes."""
+
+    takes = (object,)  # and all that no other kind takes
+    is_leaf = False
+
+    @classmethod
+    def write(cls, values: list[Any], encoder: Any = None, depth: int = 0) -> Any:
+        """A column of any objects but None, one pickle for each; raises what pickling raises."""
+        octets = buffers.octets_to_arrow(list(map(pickled_value, values)))
+        kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))}
+        return cls.around(octets, types=sorted(kinds)[:_MOST_NAMED])
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        if not origin.pickles:
+            raise pickle.UnpicklingError("pickled values are not read from this file")
+        return pickle.loads
+
+    def form(self, kind: Any) -> Hashable:
+        return self.NAME
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        names = sorted({name for part in parts for name in part.type.parameters["types"]})
+        return [self.around(storage, types=names) for storage in united([part.storage for part in parts])]
 
 
 class _ObjectPickler(pickle.Pickler):
     """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along."""
 
     def reducer_override(self, value: Any) -> Any:
-        """See ``pickle.Pickler``."""
         if type(value) is not torch.Tensor or value.requires_grad:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
@@ -206,16 +359,6 @@ def _make_tensor(array: Any, code: int) -> torch.Tensor:
 
 def _make_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
-
-
-def pickles_to_arrow(values: list[Any]) -> Any:
-    """A column of any objects but None, one pickle for each; raises what pickling raises."""
-    pickled = list(map(pickled_value, values))
-    kinds = sorted({f"{kind.__module__}.{kind.__qualname__}" for kind in set(map(type, values))})[
-        :_MOST_NAMED
-    ]
-    storage = octets_to_arrow(pickled)
-    return PickleType(storage.type, types=kinds).wrap(storage)
 
 
 def pickled_value(value: Any) -> bytes:
@@ -237,20 +380,3 @@ def pickled_value(value: Any) -> bytes:
         )
         raise
     return file.getvalue()
-
-
-def refer_to_themselves(values: list[Any]) -> bool:
-    """Whether any of a few of the values is reached from itself, through a limited number of references."""
-    for value in values[:: max(1, len(values) // _SAMPLED_VALUES)][:_SAMPLED_VALUES]:
-        todo, seen = [value], {id(value)}
-        while todo and len(seen) < _MOST_REFERENCES:
-            parts = gc.get_referents(*todo)
-            if any(part is value for part in parts):
-                return True
-            todo = [part for part in parts if _may_have_parts(part) and id(part) not in seen]
-            seen.update(map(id, todo))
-    return False
-
-
-def _may_have_parts(value: Any) -> bool:
-    return gc.is_tracked(value) and not isinstance(value, type | ModuleType | FunctionType)

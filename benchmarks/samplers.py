@@ -1,0 +1,94 @@
+"""The cost of an order of many samples: memory of the main process, and time to the first batch.
+
+``python -m benchmarks.samplers`` gives the first batch of a dataset of 50 million samples, which are made up
+when they are asked for, with torch's samplers, torch's loader and this one, each in a process of its own. For
+``DistributedSampler`` that is one rank of eight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+import shmloader
+from benchmarks.fresh_process import claim_output, run_fresh
+from benchmarks.options import whole_number
+from benchmarks.tables import render_table
+
+RANKS = 8
+BATCH_SIZE = 256
+
+
+class Numbers(Dataset[int]):
+    """Sample ``i`` is ``i``."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+SAMPLERS: dict[str, Any] = {
+    "SequentialSampler": SequentialSampler,
+    "RandomSampler": RandomSampler,
+    "SubsetRandomSampler": lambda dataset: SubsetRandomSampler(range(len(dataset))),
+    "DistributedSampler": lambda dataset: DistributedSampler(dataset, RANKS, 0),
+}
+LOADERS: dict[str, Any] = {"torch": DataLoader, "shmloader": shmloader.DataLoader}
+
+
+def measure(sampler: str, loader: str, samples: int, workers: int) -> dict[str, float]:
+    """Seconds to the first batch, and the growth of this process's peak memory, in MB."""
+    dataset = Numbers(samples)
+    batches = LOADERS[loader](dataset, BATCH_SIZE, sampler=SAMPLERS[sampler](dataset), num_workers=workers)
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin_s = time.perf_counter()
+    next(iter(batches))
+    took_s = time.perf_counter() - begin_s
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "first_s": took_s,
+        "peak_mb": peak_kib * 1024 / 1e6,
+        "grown_mb": (peak_kib - before_kib) * 1024 / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--samples", type=whole_number(RANKS), default=50_000_000, help="in the dataset (%(default)s)")
+    add("--workers", type=whole_number(0), default=1, help="worker processes (%(default)s)")
+    add("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        claim_output()(measure(arguments.one[0], arguments.one[1], arguments.samples, arguments.workers))
+        return
+    table = [["sampler", "loader", "first batch s", "peak MB", "of that, the order"]]
+    options = ["--samples", str(arguments.samples), "--workers", str(arguments.workers)]
+    for sampler in SAMPLERS:
+        for loader in LOADERS:
+            found = run_fresh(sampler, "benchmarks.samplers", *options, "--one", sampler, loader)
+            figures = f"{found['first_s']:.2f}", f"{found['peak_mb']:,.0f}", f"{found['grown_mb']:,.0f}"
+            table.append([sampler, loader, *figures])
+    print(render_table(table, texts=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""The kinds of values that columns hold: each is one class, with both directions side by side.
+
+A kind takes values of some Python types and writes them as an Arrow array; of an array it makes the function
+that reads a row. The encoder asks the kind of ``type(value)`` (`kind_of_class`), all that reads the one
+of ``array.type`` (`kind_of`). For Python's own types (paths, enums ...) that is the Arrow extension type
+itself, which has the parameters; for Arrow's own types one object of the class.
+
+An extension type is written as a name (``shmloader.path``) and a JSON object with a version. So a file with
+such a column is an ordinary Arrow file: programs that do not know the name see the storage. Nothing in that
+object is code. Classes are given by module and name; `ClassFinder` looks them up without importing anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Self
+
+import pyarrow as pa
+
+from shmloader.codec.array_kinds import Array, ArrayKind
+from shmloader.memory.mapping import address_of
+from shmloader.store.columns.buffers import octets_of
+from shmloader.store.columns.classes import ClassFinder
+from shmloader.store.sealed_buffer import SharedBuffer
+
+VERSION = 1
+"""The version of the JSON object; files with a larger one are refused."""
+
+Reader = Callable[[int], Any]
+"""Reads one row of a column, by its number in the column."""
+
+United = Callable[[list[Any]], list[Any]]
+"""Gives arrays of any types as arrays of one type."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a column's values come from, and how they are to be read.
+
+    Attributes:
+        memory: Where the buffers lie; None for any place.
+        finder: Finds the classes that columns name.
+        links: Readers of the columns that links lead to.
+        copy: Whether arrays and tensors are private copies, which may be changed.
+        pickles: Whether pickled values may be read.
+    """
+
+    memory: SharedBuffer | None = None
+    finder: ClassFinder = field(default_factory=ClassFinder)
+    links: Mapping[int, Reader] = field(default_factory=dict)
+    copy: bool = False
+    pickles: bool = True
+
+    def holds(self, buffer: Any) -> bool:
+        """Whether a buffer begins in the memory."""
+        memory = self.memory
+        return bool(buffer and memory and 0 <= buffer.address - memory.address < memory.nbytes)
+
+    def octets(self, buffer: Any) -> tuple[Any, int]:
+        """Memory to slice a buffer's bytes from, and the place where they begin there.
+
+        Slices of an mmap are bytes, made quicker than those of a memoryview.
+        """
+        if self.memory is None or not self.holds(buffer):
+            return (b"" if buffer is None else memoryview(buffer)), 0
+        return self.memory.mapping, buffer.address - address_of(self.memory.mapping)
+
+
+class Block(NamedTuple):
+    """All values of a column as one array, null rows included."""
+
+    items: Array  # of bytes where values are bits
+    kind: ArrayKind  # of the array that rows are gathered into
+    rows: Callable[[Any], list[Any]]  # gives the rows of that array, or tensor, as they are read one by one
+    stacks: bool = True  # whether many rows are given as that array, and not as a list
+    bit: int | None = None  # the place of the first value in the bytes
+
+
+class UnfitError(Exception):
+    """Not all values fit into a column of their type; ``fits`` tells which do."""
+
+    def __init__(self, fits: Callable[[Any], bool] = lambda value: False) -> None:
+        super().__init__()
+        self.fits = fits
+
+
+class Kind:
+    """One kind of value.
+
+    Attributes:
+        takes: The Python types whose values it writes.
+        is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
+        nests: Whether a value may be reached from itself.
+        nullable: Whether a column can have nulls beside its values.
+    """
+
+    takes: ClassVar[tuple[type[Any], ...]] = ()
+    is_leaf: ClassVar[bool] = True
+    nests: ClassVar[bool] = False
+    nullable: bool = True
+
+    def __init_subclass__(
+        cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
+    ) -> None:
+        """Make a kind known.
+
+        Args:
+            arrow: The types of Arrow's that it reads; of types with parameters any one, see `fits`.
+            where: Whether it writes the values of a type that no kind ``takes``.
+        """
+        _TAKES.update(dict.fromkeys(vars(cls).get("takes", ()), cls))
+        _TAKES_WHERE.extend([(where, cls)] if where else [])
+        _BY_ID.update({kind if kind is None else kind.id: cls() for kind in arrow})
+
+    EXACT: ClassVar[Any] = None  # the only type of Arrow's with this id that it reads
+
+    def fits(self, kind: Any) -> bool:
+        """Whether it reads a type of Arrow's that has the id of its own."""
+        return self.EXACT is None or bool(kind == self.EXACT)
+
+    @classmethod
+    def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
+        """The column of values, all of one type that it takes.
+
+        Args:
+            values: At least one.
+            encoder: The `ColumnEncoder`, for values inside of these.
+            depth: Of containers around them.
+
+        Raises:
+            UnfitError: If it cannot keep them all.
+        """
+        raise UnfitError
+
+    def check(self, column: Any) -> None:
+        """Raise ValueError if a column cannot be read: its type contradicts itself or its storage."""
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        """The function that reads a row that is not null."""
+        read: Reader = self.items(column).__getitem__
+        return read
+
+    def items(self, column: Any) -> Any:
+        """Values that need no function to be read, to be indexed by row; None if there is no such thing."""
+        return None
+
+    def form(self, kind: Any) -> Hashable:
+        """What the types have in common whose arrays `unite` takes."""
+        return str(kind)
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        """Arrays of one form as arrays of one type."""
+        return parts
+
+    def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
+        """The column as one array; None if its values have not all one shape and dtype."""
+        return None
+
+    def describe(self, kind: Any) -> str:
+        """The type for people."""
+        return str(kind)
+
+
+_TAKES: dict[type, type[Kind]] = {}
+_TAKES_WHERE: list[tuple[Callable[[type], bool], type[Kind]]] = []
+_BY_ID: dict[int | None, Kind] = {}
+_OTHER = None  # the key of the kind of all other types
+
+
+def kind_of(kind: Any) -> Kind:
+    """The kind of the values of an Arrow type."""
+    if isinstance(kind, PythonType):
+        return kind
+    found = _BY_ID.get(kind.id)
+    return _BY_ID[_OTHER] if found is None or not found.fits(kind) else found
+
+
+def kind_of_class(kind: type) -> type[Kind]:
+    """The kind of the values that are exactly of a Python type."""
+    return _TAKES.get(kind) or next((one for where, one in _TAKES_WHERE if where(kind)), _TAKES[object])
+
+
+class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
+    """Base of the kinds that are types of Python, as extension types of Arrow's.
+
+    Attributes:
+        parameters: The type's parameters beside its storage; plain JSON.
+    """
+
+    NAME: ClassVar[str]
+    OVER: ClassVar[Any]
+
+    def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
+        """Make a kind known, under a name in files, over storage of some kinds."""
+        super().__init_subclass__(**options)
+        if name:  # else it is a base of others
+            cls.NAME, cls.OVER = f"shmloader.{name}", over
+            pa.register_extension_type(cls(pa.null()))
+
+    def __init__(self, storage: Any, **parameters: Any) -> None:
+        self.parameters = parameters
+        super().__init__(storage, self.NAME)
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return json.dumps({"version": VERSION, **self.parameters}, sort_keys=True).encode()
+
+    @classmethod
+    @functools.lru_cache(maxsize=128)  # Arrow calls it at each look at a type whose first instance is gone
+    def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> Self:
+        found = json.loads(serialized)
+        version = found.pop("version")
+        if not isinstance(version, int) or version > VERSION:
+            raise ValueError(f"{cls.NAME} has version {version!r}, and this shmloader knows {VERSION}")
+        return cls(storage, **found)
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return False
+        assert isinstance(other, PythonType)
+        return bool(self.storage_type == other.storage_type) and self.parameters == other.parameters
+
+    def __hash__(self) -> int:
+        return hash((self.NAME, str(self.storage_type)))
+
+    def __reduce__(self) -> Any:
+        return _make_type, (type(self), self.storage_type, self.parameters)
+
+    @classmethod
+    def around(cls, storage: Any, **parameters: Any) -> Any:
+        """An array of this kind, over an array of its storage."""
+        return cls(storage.type, **parameters).wrap(storage)
+
+    def wrap(self, storage: Any) -> Any:
+        """An array of this type, over an array of its storage."""
+        return pa.ExtensionArray.from_storage(self, storage)
+
+    def rewrap(self, storage: Any) -> Any:
+        """An array of a type with these parameters, over any storage."""
+        return self.around(storage, **self.parameters)
+
+    @property
+    def nullable(self) -> bool:  # type: ignore[override]
+        return kind_of(self.storage_type).nullable
+
+    def check(self, column: Any) -> None:
+        if not isinstance(kind_of(self.storage_type), self.OVER):
+            raise ValueError(f"{self.NAME} over {self.storage_type} means nothing")  # noqa: TRY004 - of a file
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        """The function that makes a value of what it is kept as."""
+        raise NotImplementedError
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        make, read = self.maker(origin), reader_of(column.storage, origin, nulls=False)
+        return lambda i: make(read(i))
+
+    def form(self, kind: Any) -> Hashable:
+        return self.NAME, json.dumps(self.parameters, sort_keys=True), form_of_type(self.storage_type)
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        return [self.rewrap(storage) for storage in united([part.storage for part in parts])]
+
+    def describe(self, kind: Any) -> str:
+        said = self.parameters
+        parts = [str(said[key]) for key in ("python", "dtype", "shape", "kind") if key in said]
+        return " ".join([self.NAME.removeprefix("shmloader."), *parts])
+
+
+def _make_type(kind: type[PythonType], storage: Any, parameters: dict[str, Any]) -> PythonType:
+    return kind(storage, **parameters)
+
+
+def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
+    """The function that reads a row of a column, an Arrow array; null is None.
+
+    Args:
+        column: The column.
+        origin: Where it is from.
+        nulls: Whether rows that are null will be read.
+
+    Raises:
+        ValueError: If the column cannot be read: its type contradicts itself or its storage.
+    """
+    column = dictionary_outside(column)
+    kind = kind_of(column.type)
+    kind.check(column)
+    read = kind.getter(column, origin)
+    storage = storage_of(column)
+    if not nulls or not kind.nullable or not storage.null_count:
+        return read
+    bits, offset = octets_of(storage, 0), storage.offset
+
+    def read_or_none(i: int) -> Any:
+        place = i + offset
+        return read(i) if bits[place >> 3] >> (place & 7) & 1 else None
+
+    return read_or_none
+
+
+def items_of(column: Any, *, nulls: bool = True) -> Any:
+    """See `Kind.items`; None also where rows are null, if these will be read."""
+    kind = kind_of(column.type)
+    if (nulls and storage_of(column).null_count) or pa.types.is_dictionary(storage_of(column).type):
+        return None
+    kind.check(column)
+    return kind.items(column)
+
+
+def storage_of(column: Any) -> Any:
+    """The values that a column of a Python type is kept as; any other column itself."""
+    return column.storage if isinstance(column.type, pa.ExtensionType) else column
+
+
+def form_of_type(kind: Any) -> Hashable:
+    """The form of a type: the values of types of one form fit into one type that is no union."""
+    return kind_of(kind).form(kind)
+
+
+def type_name(kind: Any) -> str:
+    """A type for people: of shmloader's own without the storage."""
+    return kind_of(kind).describe(kind)
+
+
+def dictionary_outside(column: Any) -> Any:
+    """A column whose dictionary is outermost: Arrow puts a Python type over its dictionary."""
+    kind = column.type
+    if not (isinstance(kind, PythonType) and pa.types.is_dictionary(kind.storage_type)):
+        return column
+    words = column.storage.dictionary
+    return pa.DictionaryArray.from_arrays(column.storage.indices, kind.rewrap(words))
+
+
+def dictionary_inside(column: Any) -> Any:
+    """The reverse: Arrow writes no dictionaries inside of a Python type that is itself in a dictionary."""
+    kind = column.type
+    if not (pa.types.is_dictionary(kind) and isinstance(kind.value_type, PythonType)):
+        return column
+    return kind.value_type.rewrap(pa.DictionaryArray.from_arrays(column.indices, column.dictionary.storage))
+
+
+def children_of(kind: Any) -> list[Any]:
+    """The types inside of a type."""
+    if isinstance(kind, PythonType):
+        return [kind.storage_type]
+    if pa.types.is_dictionary(kind):
+        return [kind.value_type]
+    return [kind.field(number).type for number in range(kind.num_fields)]
+
+
+def types_in(kind: Any) -> list[Any]:
+    """A type, and all types inside of it."""
+    return [kind, *(found for child in children_of(kind) for found in types_in(child))]
+
+
+def find_types(kind: Any, wanted: type[PythonType], path: str = "") -> list[tuple[str, PythonType]]:
+    """The place in a type where a Python type occurs, by the names of fields."""
+    if isinstance(kind, wanted):
+        return [(path, kind)]
+    if pa.types.is_struct(kind) and not path.endswith("]"):
+        named = [(f"{path}.{field.name}".lstrip("."), field.type) for field in kind]
+    else:
+        named = [(path, child) for child in children_of(kind)]
+    return [found for name, child in named for found in find_types(child, wanted, name)]

@@ -1,0 +1,162 @@
+"""Kinds of dates, times and durations."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import zoneinfo
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shmloader.codec.array_kinds import Array
+from shmloader.store.columns.buffers import numbers_of, numbers_to_arrow
+from shmloader.store.columns.kind import Kind, Origin, PythonType, Reader, UnfitError
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_NAIVE_EPOCH = _EPOCH.replace(tzinfo=None)
+_MICROSECOND = dt.timedelta(microseconds=1)
+_MOST_DAYS = 100_000_000  # of which 64 bits hold the microseconds
+
+
+def _microseconds(values: Iterable[dt.timedelta]) -> Array:
+    return np.array([value // _MICROSECOND for value in values], np.int64)
+
+
+class _Counts(Kind):
+    """Values that a function makes of a number each: of days, or of microseconds."""
+
+    CODE = "q"
+
+    @staticmethod
+    def make(count: int) -> Any:
+        """Make a value."""
+        raise NotImplementedError
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        counts, make = numbers_of(column, 1, self.CODE, len(column)), self.make
+        return lambda i: make(counts[i])
+
+
+class Dates(_Counts, arrow=[pa.date32()]):
+    """Dates, as days."""
+
+    takes = (dt.date,)
+    CODE = "i"
+
+    @classmethod
+    def write(cls, values: list[dt.date], encoder: Any, depth: int) -> Any:
+        days = np.fromiter(map(dt.date.toordinal, values), np.int32, len(values))
+        return numbers_to_arrow(days - _EPOCH.toordinal(), pa.date32())
+
+    @staticmethod
+    def make(count: int) -> dt.date:
+        return dt.date.fromordinal(count + 719_163)
+
+
+class Times(_Counts, arrow=[pa.time64("us")]):
+    """Times of day without a zone."""
+
+    takes = (dt.time,)
+    EXACT = pa.time64("us")
+
+    @classmethod
+    def write(cls, values: list[dt.time], encoder: Any, depth: int) -> Any:
+        def is_plain(value: dt.time) -> bool:
+            return value.tzinfo is None and not value.fold
+
+        if not all(map(is_plain, values)):
+            raise UnfitError(is_plain)
+        seconds = np.array([(one.hour * 60 + one.minute) * 60 + one.second for one in values], np.int64)
+        return numbers_to_arrow(seconds * 10**6 + [one.microsecond for one in values], cls.EXACT)
+
+    @staticmethod
+    def make(count: int) -> dt.time:
+        minutes, microseconds = divmod(count, 60 * 10**6)
+        return dt.time(minutes // 60, minutes % 60, microseconds // 10**6, microseconds % 10**6)
+
+
+class Durations(_Counts, arrow=[pa.duration("us")]):
+    """Durations."""
+
+    takes = (dt.timedelta,)
+    EXACT = pa.duration("us")
+    make = staticmethod(functools.partial(dt.timedelta, 0, 0))
+
+    @classmethod
+    def write(cls, values: list[dt.timedelta], encoder: Any, depth: int) -> Any:
+        try:
+            return numbers_to_arrow(_microseconds(values), cls.EXACT)
+        except OverflowError:
+            raise UnfitError(lambda value: abs(value.days) < _MOST_DAYS) from None
+
+
+class Datetimes(_Counts, arrow=[pa.timestamp("us")]):
+    """Times without a zone as Arrow's timestamps; those of one zone as `ZonedDatetimes`."""
+
+    takes = (dt.datetime,)
+    EXACT = pa.timestamp("us")
+
+    @classmethod
+    def write(cls, values: list[dt.datetime], encoder: Any, depth: int) -> Any:
+        zone = values[0].tzinfo
+
+        def is_alike(value: dt.datetime) -> bool:
+            found = value.tzinfo
+            of_one_zone = not value.fold and (type(found), str(found)) == (type(zone), str(zone))
+            return of_one_zone and (
+                zone is None or 1 < value.year < dt.MAXYEAR
+            )  # else UTC may be out of range
+
+        if not all(map(is_alike, values)):
+            raise UnfitError(is_alike)
+        if zone is not None:
+            return ZonedDatetimes.write(values, encoder, depth)
+        return numbers_to_arrow(_microseconds(value - _NAIVE_EPOCH for value in values), cls.EXACT)
+
+    @staticmethod
+    def make(count: int) -> dt.datetime:
+        return _NAIVE_EPOCH + dt.timedelta(0, 0, count)
+
+
+class ZonedDatetimes(PythonType, name="datetime"):
+    """Times with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."""
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        counts, make = numbers_of(column.storage, 1, "q", len(column)), self.maker(origin)
+        return lambda i: make(counts[i])
+
+    @classmethod
+    def write(cls, values: list[dt.datetime], encoder: Any, depth: int) -> Any:
+        zone = values[0].tzinfo
+        # Other classes of zones may need a time for that.
+        offset = zone.utcoffset(None) if type(zone) is dt.timezone else None
+        named: dict[str, Any]
+        if offset is not None and str(zone) == str(dt.timezone(offset)):
+            named = {"offset_s": offset.total_seconds()}
+        elif type(zone) is zoneinfo.ZoneInfo and zone.key and all(map(_is_in_no_gap, values)):
+            named = {"key": zone.key}
+        else:
+            raise UnfitError
+        counts = _microseconds(value - _EPOCH for value in values)
+        return cls.around(numbers_to_arrow(counts, pa.timestamp("us", "UTC")), **named)
+
+    def check(self, column: Any) -> None:
+        if self.storage_type != pa.timestamp("us", "UTC"):
+            raise ValueError(f"datetimes over {self.storage_type} mean nothing")
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        offset = dt.timedelta(seconds=self.parameters.get("offset_s", 0))
+        zone: dt.tzinfo = dt.timezone(offset) if offset else dt.UTC
+        if "key" in self.parameters:
+            zone = zoneinfo.ZoneInfo(self.parameters["key"])
+        if zone is dt.UTC:
+            return lambda count: _EPOCH + dt.timedelta(0, 0, count)
+        return lambda count: (_EPOCH + dt.timedelta(0, 0, count)).astimezone(zone)
+
+
+def _is_in_no_gap(value: dt.datetime) -> bool:
+    """Whether a time comes back from UTC as it was: an hour that a zone leaves out does not."""
+    return value.astimezone(dt.UTC).astimezone(value.tzinfo).replace(fold=0) == value
