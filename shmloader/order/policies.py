@@ -75,6 +75,9 @@ class FreeWorkers:
         num_workers: Workers that are given tasks: the first ones.
         prefetch_factor: Tasks that each may have ahead.
         timeout_s: The loader's; 0 for none.
+
+    Attributes:
+        num_workers: As above, as it is now.
     """
 
     def __init__(
@@ -88,12 +91,12 @@ class FreeWorkers:
 
     def serve(self, num_workers: int, prefetch_factor: int) -> None:
         """Give tasks to more workers, or more tasks to each, from now on."""
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._prefetch_factor = prefetch_factor
 
     def choose(self) -> int:
         """The worker that gets the next task: the first of those that have the fewest unanswered ones."""
-        unanswered = self._table.unanswered[: self._num_workers]
+        unanswered = self._table.unanswered[: self.num_workers]
         return unanswered.index(min(unanswered))
 
     def may_refill(self) -> bool:
@@ -122,4 +125,4 @@ class FreeWorkers:
         return self._fewest() < min(self._prefetch_factor, _IN_HAND) and self._table.widen()
 
     def _fewest(self) -> int:
-        return min(self._table.unanswered[: self._num_workers])
+        return min(self._table.unanswered[: self.num_workers])

@@ -112,9 +112,10 @@ class PlaceTable(SlotMemory):
                 return False
         elif self._released:
             self.collect()
-        budget = self.budget
-        beyond = max(0, self.tasks - 1 - budget.most_tasks)  # places of batches made beyond `most_tasks`
-        if self.kept + beyond < SPARE_SLOTS + RETAINED_SLOTS and (
+        budget, kept = self.budget, self.kept
+        if self.tasks > budget.most_tasks:
+            kept += self.tasks - 1 - budget.most_tasks  # places of batches made beyond `most_tasks`
+        if kept < SPARE_SLOTS + RETAINED_SLOTS and (
             self.committed_nbytes <= budget.ample_nbytes
             or budget.has_room_for_lease(self.tasks, self.used_nbytes())
         ):
@@ -340,14 +341,15 @@ class PlaceTable(SlotMemory):
 
         Those of void tasks become free.
         """
-        for place in [place for place in self.void.values() if place.worker_id == worker_id]:
+        void = [place for place in self.void.values() if place.worker_id == worker_id]
+        held = self.making(worker_id)
+        for place in (*void, *held):
             # The worker may have grown it without reporting it.
             self.segment.discard(place.number, place.limit_nbytes, place.nbytes)
+            place.pieces = None
+        for place in void:
             self._answered(place.seq, place.nbytes)
             self._end(place)
-        held = self.making(worker_id)
-        for place in held:
-            place.pieces = None
         return held
 
     def count_death(self, place: Place) -> int:
@@ -385,14 +387,17 @@ class PlaceTable(SlotMemory):
 
     def collect(self) -> None:
         """Free the places whose leases have ended and that no accelerator may read."""
-        guard, ended = self.guard, []
+        guard = self.guard
         if guard.active:
             guard.drop_copied()
+        ended = []
         while self._released:
-            place = getattr(self._released.popleft(), "place", None)
-            if place is not None:  # else an interrupt ended `take` before it was done
-                place.lease, place.state = None, GUARDED
-                ended.append(place)
+            try:
+                place = self._released.popleft().place
+            except AttributeError:  # an interrupt ended `take` before it was done
+                continue
+            place.lease, place.state = None, GUARDED
+            ended.append(place)
         for place in guard.pass_on(ended) if guard.active else ended:
             self.kept -= 1
             self._make_free(place)

@@ -67,11 +67,11 @@ def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_c
     ) as loader:
         most = 0
         for number, batch in enumerate(loader):
-            most = max(most, loader._iterator._scheduler.free_workers._num_workers)
+            most = max(most, loader._iterator._scheduler.free_workers.num_workers)
             assert int(batch[0]) == number
             if number == 70:
                 assert loader._iterator._exchange.joining == {1, 2}
-                assert loader._iterator._scheduler.free_workers._num_workers == 1
+                assert loader._iterator._scheduler.free_workers.num_workers == 1
                 wait.path.touch()
         assert not loader._iterator._exchange.joining
         assert most == 3

@@ -314,7 +314,7 @@ BUGS: dict[str, tuple[Setting, set[str]]] = {
         {INDICES},
     ),
     "an index batch is drawn and not sent": (
-        Setting(batches=6, grows=1, keeps=1, in_order=False, scheduler=DrawsFirst),
+        Setting(batches=4, grows=1, keeps=1, in_order=False, scheduler=DrawsFirst),
         {ORDER},
     ),
     "an interrupt takes back a batch that was left out": (
