@@ -75,7 +75,7 @@ def test_notes_of_a_sample(index: Any, way: str, batched: bool) -> None:
     lines = notes_of(DataLoader(Fails("raise"), **how, **WAYS[way]))
     assert lines[0].startswith("raised by dataset[")
     assert max(map(len, lines)) < LINE + 100
-    assert len(lines) < 30
+    assert sum(not line.startswith("  ") for line in lines) < 12  # without the traceback's frames
 
 
 @pytest.mark.parametrize("way", WAYS)

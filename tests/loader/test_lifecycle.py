@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import textwrap
@@ -34,9 +35,9 @@ def _python(code: str, *, timeout_s: float = 200.0) -> subprocess.CompletedProce
 
 
 def _workers() -> list[psutil.Process]:
-    """Live children, except the interpreter's own resource tracker and fork server."""
-    children = psutil.Process().children()
-    return [c for c in children if "multiprocessing" not in " ".join(c.cmdline()[1:])]
+    """Live children, except the interpreter's own resource tracker and fork server, and tests' template."""
+    commands = [(child, " ".join(child.cmdline()[1:])) for child in psutil.Process().children()]
+    return [child for child, command in commands if not re.search("multiprocessing|warm_python", command)]
 
 
 @pytest.mark.parametrize("how", [-signal.SIGKILL, -signal.SIGTERM, 3, 0])
