@@ -1,4 +1,4 @@
-"""What stores add to loading; `shmloader.store` registers it when it is imported.
+"""Functions that stores add to loading; `shmloader.store` registers them when it is imported.
 
 The loader's own parts import nothing of the store. Without it no value is a store, and no memory is watched.
 """

@@ -23,7 +23,7 @@ _Anchor = np.ndarray[Any, np.dtype[np.uint8]]
 _WrapAll = Callable[[_Anchor], list[Any]]
 _Read = Callable[[_Anchor], Any]
 _Wrapping = tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]
-"""How to wrap a leaf: the function, the dtype of the array that it takes, the leaf's offset and shape."""
+"""The way to wrap a leaf: a function, the dtype of the array that it takes, the leaf's offset and shape."""
 _ndarray: Any = np.ndarray  # looked up for every leaf
 _lone = operator.itemgetter(0)
 _CONSTANT_KEYS = (str, bytes, int, float, bool, type(None))

@@ -9,7 +9,7 @@ from shmloader.slots.place import Place
 
 
 class Guard:
-    """What keeps a place back after its lease: here nothing. `shmloader.device` has one for accelerators."""
+    """Keeps places back after their lease: here none. `shmloader.device` has one for accelerators."""
 
     active = False
     """Whether the table has to ask; else a place is free as soon as its lease ends."""

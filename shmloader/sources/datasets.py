@@ -76,7 +76,7 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
 
 
 def _form(dataset: Any) -> Any:
-    """What all samples of a dataset have in common; equal to nothing if that is not known."""
+    """The form that all samples of a dataset have in common; equal to nothing if that is not known."""
     kind = type(dataset)
     if is_array(dataset):
         return kind is torch.Tensor, dataset.dtype, dataset.shape[1:], getattr(dataset, "device", None)

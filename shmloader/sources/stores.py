@@ -25,7 +25,7 @@ class StoreRows:
         self._fields: list[StoreRows] | None = None
 
     def gather(self, rows: Rows) -> Any:
-        """See `Source.gather`."""
+        """The batch of these rows; its leaves are in the slot if there is one."""
         store = self._store
         rows = within(rows, len(store))
         sample = store.row(int(rows[0]))

@@ -298,7 +298,7 @@ class Selection(Store):
         return len(self._rows)
 
     def row(self, index: int) -> Any:
-        """See `Store.row`."""
+        """One row, by its number in the selection."""
         return self._store.row(int(self._rows[index]))
 
     def __getitem__(self, index: Any) -> Any:
@@ -318,15 +318,15 @@ class Selection(Store):
         return rows.start + rows.step * numbers if isinstance(rows, range) else rows[numbers]
 
     def select(self, indices: Any) -> Store:
-        """See `Store.select`."""
+        """Some of these rows, as a store."""
         return self._store.select(self._whole_numbers(indices))
 
     def column(self, name: str | int) -> Store:
-        """See `Store.column`."""
+        """A field of these rows, as a store."""
         return Selection(self._store.column(name), self._rows)
 
     def take(self, indices: Any, out: Any = None) -> Any:
-        """See `Store.take`."""
+        """Some of these rows, gathered."""
         return self._store.take(self._whole_numbers(indices), out)
 
     def describe(self) -> StoreDescription:
@@ -338,7 +338,7 @@ class Selection(Store):
         )
 
     def to_arrow(self) -> Any:
-        """See `SharedObject.to_arrow`; rows at a distance other than 1 are copied."""
+        """The rows as Arrow data; those at a distance other than 1 are copied."""
         rows, whole = self._rows, self._store.to_arrow()
         if isinstance(rows, range) and rows.step == 1:
             return whole.slice(rows.start, len(rows))

@@ -269,7 +269,7 @@ class FileBuffer(SharedBuffer):
 
     @property
     def private(self) -> memoryview:
-        """See `SharedBuffer.private`: writable from the first call on, since only tensors need it."""
+        """The bytes, privately writable from the first call on, since only tensors need it."""
         if not self._is_writable:  # in place: another file may have the path by now
             make_writable(self.address, self.nbytes)
             self._is_writable = True

@@ -372,7 +372,7 @@ def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
 
 
 def _nothing(hold: _Hold) -> None:
-    """See `_hold`."""
+    """Keep the hold until its buffer ends, and do nothing then."""
 
 
 def _nbytes(buffers: Sequence[SharedBuffer]) -> int:

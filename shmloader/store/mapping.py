@@ -216,15 +216,15 @@ class KeyedStore(SharedObject):
 
     @property
     def form(self) -> dict[str, Any]:
-        """See `SharedObject.form`."""
+        """The kind of the mapping, as its file has it."""
         return {"rows": self.KIND}
 
     def describe(self) -> StoreDescription:
-        """See `SharedObject.describe`."""
+        """The description of the rows, under the kind of the mapping."""
         return replace(self.rows.describe(), kind=self.KIND)
 
     def to_arrow(self) -> Any:
-        """The members, or a ``pyarrow.Table`` with ``key`` and ``value``; see `SharedObject.to_arrow`."""
+        """The members, or a ``pyarrow.Table`` with ``key`` and ``value``."""
         return self.rows.to_arrow()
 
     def __repr__(self) -> str:
@@ -285,12 +285,12 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
     __hash__ = None  # type: ignore[assignment]  # as of a dict
 
     def to_arrow(self) -> Any:
-        """See `KeyedStore.to_arrow`."""
+        """A ``pyarrow.Table`` with ``key`` and ``value``, also without any."""
         return super().to_arrow() if len(self) else pa.table({"key": pa.nulls(0), "value": pa.nulls(0)})
 
     @property
     def form(self) -> dict[str, Any]:
-        """See `SharedObject.form`."""
+        """The kind of the mapping and its default factory, as its file has them."""
         return form_of_mapping(self._factory)
 
     def __reduce__(self) -> Any:

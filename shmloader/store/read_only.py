@@ -14,7 +14,7 @@ _WAY_BACK = (
 
 
 class ReadOnly:
-    """What never changes. A method of lists, dicts or sets that it lacks is an AttributeError."""
+    """A value that never changes. A method of lists, dicts or sets that it lacks is an AttributeError."""
 
     def __getattr__(self, name: str) -> NoReturn:
         why = f": {_WAY_BACK}" if name in _CHANGES else ""

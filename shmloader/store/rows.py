@@ -43,7 +43,7 @@ class RowStore(Store):
         return self._starts[-1]
 
     def row(self, index: int) -> Any:
-        """See `Store.row`."""
+        """One row; an error names it, and its file."""
         try:
             return self._column(index)
         except DAMAGES as error:
@@ -104,7 +104,7 @@ class RowStore(Store):
         return self._column.array(chunk)
 
     def column(self, name: str | int) -> RowStore:
-        """See `Store.column`."""
+        """A field of all rows, as a store."""
         store = RowStore(self.chunks, (*self._column.path, name), self._column.copy)
         if not len(self):
             raise KeyError(name)
@@ -122,7 +122,7 @@ class RowStore(Store):
         return len(shapes.pop()[1]) if len(shapes) == 1 else 0
 
     def take(self, indices: Any, out: Any = None) -> Any:
-        """See `Store.take`."""
+        """Some rows, gathered by columns where all their fields can be."""
         if self._gather is not None and (taken := self._gather.directly(indices, out)) is not None:
             return taken
         rows = row_array(indices, len(self))
@@ -136,14 +136,14 @@ class RowStore(Store):
             self._raise(error)
 
     def describe(self) -> StoreDescription:
-        """See `SharedObject.describe`."""
+        """The store's size, and the kind of each field."""
         chunks = self.chunks
         arrays = self._column.arrays()
         kind, fields = describe_columns(arrays, lambda link: chunks.links[link].column(0).type)
         return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, fields)
 
     def to_arrow(self) -> Any:
-        """See `SharedObject.to_arrow`: a ``Table`` of dict records, a ``ChunkedArray`` of anything else."""
+        """Dict records as a ``pyarrow.Table``, and anything else as a ``ChunkedArray``."""
         try:
             arrays = self._column.plain_arrays()
             if self.chunks.sources:

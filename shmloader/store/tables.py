@@ -81,7 +81,7 @@ def _for_parquet(table: Any) -> Any:
 
 
 def form_of(schema: Any) -> dict[str, Any]:
-    """What the metadata of a schema says of the rows; without any, they are those of a table."""
+    """The form of rows that a schema's metadata tells; without any, they are rows of a table."""
     said = (schema.metadata or {}).get(FORM)
     return {"rows": "table"} if said is None else json.loads(said)
 

@@ -38,7 +38,7 @@ United = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a column's values come from, and how they are to be read.
+    """The source of a column's values, and the way to read them.
 
     Attributes:
         memory: Where the buffers lie; None for any place.
@@ -148,7 +148,7 @@ class Kind:
         return None
 
     def form(self, kind: Any) -> Hashable:
-        """What the types have in common whose arrays `unite` takes."""
+        """The form that types have in common whose arrays `unite` takes."""
         return str(kind)
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:

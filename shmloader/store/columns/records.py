@@ -367,11 +367,11 @@ class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_na
         return [field.name for field in self.storage_type]
 
     def is_for(self, found: Any) -> bool:
-        """See `ClassFinder.find`."""
+        """Whether a class that was found is the named tuple that the values were of."""
         return is_plain_namedtuple(found) and list(found._fields) == self._fields()
 
     def made_up(self, name: str) -> Any:
-        """See `ClassFinder.find`."""
+        """A named tuple in place of a class that is not loaded."""
         return made_namedtuple(name, tuple(self._fields()))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
@@ -399,11 +399,11 @@ class Dataclasses(PythonType, name="dataclass", over=Records, where=is_plain_dat
         return cls.around(storage, python=encoder.name_of(kind))
 
     def is_for(self, found: Any) -> bool:
-        """See `ClassFinder.find`."""
+        """Whether a class that was found is a dataclass."""
         return "__dataclass_fields__" in vars(found)
 
     def made_up(self, name: str) -> Any:
-        """See `ClassFinder.find`."""
+        """The class in place of one that is not loaded."""
         return SimpleNamespace
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
