@@ -131,7 +131,7 @@ def _write(cells: list[tuple[_Put, Any, Any]]) -> None:
 
 
 def _cells(value: Any, target: Any) -> Iterator[tuple[_Put, Any]]:
-    """The values that an object holds: for each the function that sets it in the ``target``, which is alike."""
+    """The values that an object holds: for each the function that sets it in the like ``target``."""
     base: Any = np.ndarray if type(value) is np.ndarray else static.base_of(value)
     if base is not None:
         for key, held in static.items(value):
