@@ -6,6 +6,7 @@ The memory is freed when the last of the stores, and the last array in it, is go
 from __future__ import annotations
 
 import errno
+import math
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -17,6 +18,7 @@ from typing import Any, Self, cast
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from shmloader.codec.array_kinds import ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
 from shmloader.memory import PAGE_NBYTES
@@ -102,6 +104,8 @@ class MemoryWriter:
 
     def array(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make:
         """Write an ndarray without Python objects, or a dense CPU tensor; returns what makes it."""
+        if (windows := self._windows(value)) is not None:
+            return windows
         if isinstance(value, torch.Tensor):
             kind = cast("ArrayKind", kind_of_tensor(value))
             array = array_of_tensor(value, kind.dtype)
@@ -116,6 +120,21 @@ class MemoryWriter:
             return wrap_array(np.frombuffer(memory, kind.dtype, size, offset).reshape(shape), kind)
 
         return make
+
+    def _windows(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make | None:
+        """Write a view with overlapping items (windows, an expanded one) once; None if none overlap."""
+        steps, item = (
+            (value.stride(), 1) if isinstance(value, torch.Tensor) else (value.strides, value.itemsize)
+        )
+        span = item + sum((size - 1) * step for size, step in zip(value.shape, steps, strict=True))
+        if not 0 < span < math.prod(value.shape) * item or any(step < 0 or step % item for step in steps):
+            return None
+        shape = value.shape
+        if isinstance(value, torch.Tensor):
+            make = self.array(value.as_strided((span,), (1,)))
+            return lambda buffer: make(buffer).as_strided(shape, steps)
+        make = self.array(as_strided(value, (span // item,), (item,)))
+        return lambda buffer: as_strided(make(buffer), shape, steps)
 
     @property
     def place(self) -> tuple[int, int]:

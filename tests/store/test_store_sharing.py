@@ -211,6 +211,23 @@ def test_an_array_and_a_tensor_stay_what_they_are() -> None:
         assert in_memory_once(tensor[3:])
 
 
+def test_overlapping_items_of_a_view_are_in_memory_once() -> None:
+    series = np.arange(1 << 18, dtype=np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(series[5:], 1 << 17)  # 69 GB, if each were copied
+    for shared in either_way(windows):
+        assert is_shared(shared, None)
+        assert not shared.flags.writeable
+        assert (shared.shape, shared.dtype, shared.strides) == (windows.shape, windows.dtype, windows.strides)
+        np.testing.assert_array_equal(shared[::7919, ::997], windows[::7919, ::997])
+    tensor = torch.arange(8, dtype=torch.bfloat16)[3:, None].expand(5, 1 << 40)
+    for shared in either_way(tensor):
+        assert is_shared(shared, None)
+        assert (shared.shape, shared.dtype) == (tensor.shape, tensor.dtype)
+        assert shared[:, 1 << 39].tolist() == [3, 4, 5, 6, 7]
+    rows = share(np.broadcast_to(np.array(b"ab"), (1 << 40, 2)))
+    assert rows[1 << 39].tolist() == [b"ab", b"ab"]
+
+
 def test_a_shared_tensor_of_a_dataset_is_saved_by_torch(tmp_path: Path) -> None:
     shared = share(Holder(weights=torch.arange(1 << 18)))
     torch.save({"weights": shared.weights}, tmp_path / "state.pt")
