@@ -60,6 +60,8 @@ def share_graph(
     nodes = [node for node in graph.nodes.values() if node.plan]
     replacer = Replacer(graph, in_place=in_place)
     if in_place:
+        files = MappedFiles()  # what the program shares with its workers by itself stays so
+        nodes = [one for one in nodes if one.plan != "array" or not files.is_shared_by_program(one.value)]
         nodes = [node for node in nodes if _has_holder(node, replacer, graph)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
     nodes.sort(key=lambda node: (node.plan == "rows") + isinstance(node.value, dict | set | frozenset))

@@ -144,9 +144,7 @@ class MappedFiles:
         Raises:
             LoaderError: If the file has become too short for them.
         """
-        if self._known is None:
-            self._known = _areas_of_this_process()
-        areas = [area for area in self._known if area.begin < high and low < area.end]
+        areas = self._areas_at(low, high)
         path = areas[0].path if areas else ""
         # torch's own shared memory has names, too, while it lives.
         if not path or path.startswith("/dev/shm/torch_") or not Path(path).is_file():
@@ -160,6 +158,15 @@ class MappedFiles:
         items = MappedItems(path, Path(path).stat(), offset + low - begin, high - low, mode)
         items.check(items.status)
         return items
+
+    def is_shared_by_program(self, value: Any) -> bool:
+        """Whether items of a dense array lie in memory through which the program's processes see writes."""
+        return any("s" in area.rights and "w" in area.rights for area in self._areas_at(*_bounds(value)))
+
+    def _areas_at(self, low: int, high: int) -> list[_Area]:
+        if self._known is None:
+            self._known = _areas_of_this_process()
+        return [area for area in self._known if area.begin < high and low < area.end]
 
 
 def _areas_of_this_process() -> list[_Area]:

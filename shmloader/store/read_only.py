@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
 from typing import Any, NoReturn
 
-_CHANGES = frozenset({*dir(list), *dir(dict), *dir(set)})
+_CHANGES = frozenset(name for kind in (list, deque, set, OrderedDict, Counter) for name in dir(kind))
 """Names of methods; those that only read are defined by the kinds of stores that can have them."""
 
 _WAY_BACK = (
@@ -26,3 +27,6 @@ class ReadOnly:
 
     def __delitem__(self, key: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__!r} object does not support item deletion: {_WAY_BACK}")
+
+    def __iadd__(self, other: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object does not support +=: {_WAY_BACK}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import multiprocessing
+import operator
 import pickle
 import types
 import warnings
@@ -111,6 +113,32 @@ def test_what_is_written_to_a_shared_tensor_later_reaches_workers(start_method: 
     assert next(iter(loader)).tolist() == [0, 5, 6, 0]
     with pytest.raises(ValueError, match="read-only"):
         dataset.numbers[1] = 5
+
+
+class Progress(Weights):
+    """Memory that the program shares with its workers by itself."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(1 << 18).share_memory_()
+        self.numbers = np.frombuffer(multiprocessing.RawArray("d", 1 << 18))
+
+    def __getitem__(self, index: int) -> Any:
+        self.numbers[index] = 1 + self.weights[index]
+        return index
+
+
+def test_memory_that_the_program_shares_by_itself_is_still_written_to_from_both_sides() -> None:
+    dataset = Progress()
+    weights, numbers = dataset.weights, dataset.numbers
+    loader = DataLoader(
+        dataset, num_workers=1, share_dataset=True, persistent_workers=True, multiprocessing_context="fork"
+    )
+    next(iter(loader))
+    weights[:4] = 2
+    assert [*map(int, loader)] == [0, 1, 2, 3]
+    assert numbers[:4].tolist() == [3] * 4
+    assert dataset.weights is weights
+    assert dataset.numbers is numbers
 
 
 @pytest.mark.filterwarnings("ignore:Texts has set_epoch")
@@ -336,8 +364,9 @@ def test_share_itself_never_writes_to_the_original() -> None:
         (lambda rows: rows.extend(["more"]), AttributeError),
         (lambda rows: rows.sort(), AttributeError),
         (lambda rows: operator_setitem(rows, 0, "x"), TypeError),
+        (lambda rows: operator.iadd(rows, ["more"]), TypeError),
     ],
-    ids="append extend sort setitem".split(),
+    ids="append extend sort setitem iadd".split(),
 )
 def test_changing_a_shared_list_is_an_error_that_names_the_way_back(write: Any, error: Any) -> None:
     dataset = shared(Texts())
@@ -346,6 +375,14 @@ def test_changing_a_shared_list_is_an_error_that_names_the_way_back(write: Any, 
     unshare(dataset)
     write(dataset.texts)
     assert type(dataset.texts) is list
+
+
+def test_methods_of_every_class_that_is_shared_name_the_way_back() -> None:
+    queue = shared(Texts(texts=deque(texts()))).texts
+    counts = shared(Texts(texts=Counter(texts()))).texts
+    for store, name in ((queue, "rotate"), (queue, "appendleft"), (counts, "most_common")):
+        with pytest.raises(AttributeError, match=r"shmloader\.unshare"):
+            getattr(store, name)
 
 
 def operator_setitem(rows: Any, index: int, value: Any) -> None:
