@@ -140,8 +140,8 @@ class Settings:
 
     @property
     def comes_in_order(self) -> bool:
-        """Whether batches come in the sampler's order."""
-        return bool(self.in_order) or self.num_workers < 2
+        """Whether batches come in the sampler's order; ``"auto"``, which is dynamic, may add a worker."""
+        return bool(self.in_order) or self.num_workers < (1 if self.dispatch == DYNAMIC else 2)
 
     @property
     def shards(self) -> bool:

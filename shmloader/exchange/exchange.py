@@ -131,6 +131,9 @@ class Exchange:
         """
         table = self.table
         table.abandon()
+        for place in self._unsent:  # sent later, a worker would make it of its stream's new epoch
+            table.drop(place.seq, place.nbytes)
+        self._unsent.clear()
         table.begin_epoch()
         for begin in range(0, len(settings), INLINE_NBYTES):
             piece = settings[begin : begin + INLINE_NBYTES]

@@ -84,6 +84,7 @@ class NextEpoch:
         self._sampler = sampler_with_epoch(index_sampler)
         self._iterator: Iterator[Any] | None = None
         self._discarded = 0  # epochs in a row
+        self._failed = False  # whether the sampler has raised when it drew early in this epoch
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # before drawing early
         self._epoch: int | None = None  # the number that the sampler was given, and ...
         self._step = 1  # ... how much larger than the one before
@@ -91,7 +92,7 @@ class NextEpoch:
 
     def begin_epoch(self) -> None:
         """Learn how the program counts epochs; called when one begins."""
-        self.before = None
+        self.before, self._failed = None, False
         if self._sampler is not None:
             if self._epoch is not None:
                 self._step = self._sampler.epoch - self._epoch
@@ -99,16 +100,24 @@ class NextEpoch:
 
     def draw(self) -> Any:
         """The next epoch's next index batch, or ``NOTHING``. This epoch's sampler must be exhausted."""
-        if self._discarded >= _MOST_DISCARDED:
+        if self._discarded >= _MOST_DISCARDED or self._failed:
             return NOTHING
+        try:
+            return self._draw()
+        except Exception:  # noqa: BLE001 - the sampler's own, which it raises again when that epoch begins
+            self._failed = True
+            self._set_back()
+            return NOTHING
+
+    def _draw(self) -> Any:
         if self._iterator is not None:
             return next(self._iterator, NOTHING)
         if self._sampler is None:
             return self._begin()
         epoch = self._sampler.epoch
         self._expected = epoch + self._step
-        self._sampler.set_epoch(self._expected)
         try:
+            self._sampler.set_epoch(self._expected)
             return self._begin()
         finally:
             self._sampler.set_epoch(epoch)
@@ -128,8 +137,13 @@ class NextEpoch:
             return None
         if discard or (self._sampler is not None and self._sampler.epoch != self._expected):
             self._discarded += 1
-            for generator, state in self._states:
-                generator.set_state(state)
+            self._set_back()
             return None
         self._discarded = 0
         return iterator
+
+    def _set_back(self) -> None:
+        """Forget what was drawn early: the generators are as before."""
+        self._iterator = self.before = None
+        for generator, state in self._states:
+            generator.set_state(state)

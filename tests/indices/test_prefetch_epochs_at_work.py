@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from loading import Numbered
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Sampler
 
 from shmloader import DataLoader
 
@@ -90,3 +91,42 @@ def test_workers_that_die_are_replaced_in_either_epoch() -> None:
         now = loader.statistics()
         assert now.worker_restarts == 3
         assert now.epochs_prefetched == 3
+
+
+class Course(Sampler[int]):
+    """The indices of so many epochs; there is none after them, or it ends early."""
+
+    def __init__(self, epochs: int, good: int) -> None:
+        self.epochs, self.good, self.epoch = epochs, good, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.epoch >= self.epochs:
+            yield from range(self.good)
+            raise LookupError(f"no epoch {self.epoch}")
+        yield from range(24)
+
+
+@pytest.mark.parametrize("dispatch", ["static", "dynamic"])
+@pytest.mark.parametrize("good", [0, 4])
+def test_a_sampler_that_has_no_next_epoch_raises_when_that_begins(dispatch: Any, good: int) -> None:
+    """Asked early, it raises too: that is no exception of the present epoch, which loses no batch."""
+    with DataLoader(
+        Numbered(24),
+        batch_size=3,
+        sampler=Course(2, good),
+        num_workers=2,
+        persistent_workers=True,
+        prefetch_epochs=True,
+        dispatch=dispatch,
+    ) as loader:
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            assert [int(batch[0, 0]) for batch in loader] == list(range(0, 24, 3))
+        loader.set_epoch(2)
+        with pytest.raises(LookupError, match="no epoch 2"):
+            list(loader)
+        loader.set_epoch(0)
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 24, 3))

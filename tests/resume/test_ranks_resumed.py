@@ -99,11 +99,17 @@ def test_another_seed_or_length_is_refused() -> None:
         DataLoader(range(20), 2, sampler=sampler).load_state_dict(state)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("workers", [2, "auto"])
 @pytest.mark.parametrize("given", [{"ranks": 3}, {"rank": 1}, {"batch_size": 3}], ids=str)
-def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(given: dict[str, Any]) -> None:
-    """A rank has not had a prefix of the order then, even if its batches came in order by chance."""
+def test_out_of_order_a_state_holds_for_its_own_rank_and_batches_only(
+    given: dict[str, Any], workers: Any
+) -> None:
+    """A rank has not had a prefix of the order then, even if its batches came in order by chance.
+
+    ``"auto"`` begins with one worker, and may add more.
+    """
     kind = {"length": 48, "ranks": 2, "rank": 0, "batch_size": 4}
-    had, state = taken(loader_of(**kind, num_workers=2, in_order=False), 3)
+    had, state = taken(loader_of(**kind, num_workers=workers, in_order=False), 3)
     again = loader_of(**kind, num_workers=2)
     again.load_state_dict(state)
     more, state = taken(again, 1)  # in order now, and still not a prefix on all ranks

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from loading import Numbered
+from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader, SharedMemoryExhausted
 
@@ -73,3 +75,20 @@ def test_a_worker_that_dies_meanwhile_is_replaced_and_gets_them_in_order() -> No
                 kept.append(next(iterator))
         assert [batch[:, 0].tolist() for batch in kept] == indices
         assert loader.statistics().worker_restarts == 1
+
+
+class Count(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def test_those_of_an_epoch_that_was_left_take_nothing_from_the_next_epoch_of_a_stream() -> None:
+    with DataLoader(Count(), 2, num_workers=1, prefetch_factor=4, persistent_workers=True) as loader:
+        iterator = iter(loader)
+        kept = [next(iterator)]
+        refusal = Refusal(iterator.table.segment, 100)
+        with pytest.raises(SharedMemoryExhausted):
+            while True:
+                kept.append(next(iterator))
+        refusal.left = 0
+        assert [batch.tolist() for batch in loader] == [[k, k + 1] for k in range(0, 20, 2)]
