@@ -79,8 +79,8 @@ class StreamProgress:
         if self._latest is None or self._latest[0] >= progress.taken:
             return
         _, worker_id, report = self._latest
-        self._latest = None
         if report == NOTHING_DRAWN:
+            self._latest = None
             return
         if report is not None:
             self._playing[worker_id] = report.part
@@ -94,6 +94,7 @@ class StreamProgress:
             behind = report.cursor
             cursor = cursor._replace(drawn=behind.drawn, ended=behind.ended, raised=behind.raised)
         self._cursors[part] = cursor
+        self._latest = None  # right after, so that no interrupt comes between: it is counted once
 
     def state(self, progress: Progress) -> State:
         """The keys of a state for the progress of the stream; as text, empty at its beginning.

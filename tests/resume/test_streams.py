@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,9 +23,10 @@ from stream_datasets import (
     WithStatefulIterator,
     identity,
 )
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from shmloader import DataLoader, ResumeError
+from shmloader.wire.stream_records import StreamRules
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This DataLoader will create", "ignore:to resume, .* samples", "ignore:.*bad sample"
@@ -503,3 +504,31 @@ class RaisesTwice(StatefulIterator):
 
 def unsendable_third(samples: list[Any]) -> Any:
     return (lambda: 0) if any(item[0] >= 4 for item in samples) else samples
+
+
+def test_an_interrupt_while_a_batch_is_counted_loses_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the bookkeeping of the batch before: the state has that batch, which the program has."""
+    of_a_batch = StreamRules.of_a_batch
+    moments = iter([False, True])
+
+    def interrupted(rules: StreamRules) -> int:
+        if next(moments, False):
+            raise KeyboardInterrupt
+        return of_a_batch.__get__(rules)
+
+    with DataLoader(Endless(), 2, num_workers=1) as loader:
+        iterator = iter(loader)
+        monkeypatch.setattr(StreamRules, "of_a_batch", property(interrupted))
+        had: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                had += next(iterator).tolist()
+        state = loader.state_dict()
+    with DataLoader(Endless(), 2, num_workers=1) as loader:
+        loader.load_state_dict(state)
+        assert next(iter(loader)).tolist() == [len(had), len(had) + 1]
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
