@@ -113,13 +113,14 @@ class Loading:
         if loaded is None and not self.states.begun:
             _warn_of_another(loader)
         with self.states.begin(settings, loaded) as one_pass:
-            try:
-                if not settings.num_workers:
-                    return InProcessIterator(loader, one_pass, self.counters)
+            iterator: SlotIterator | InProcessIterator
+            if settings.num_workers:
                 iterator = SlotIterator(loader, one_pass, self.counters, self.states, self.auto)
-            finally:
-                if one_pass.progress is not None:
-                    vars(loader).pop(_LOADED, None)
+            else:
+                iterator = InProcessIterator(loader, one_pass, self.counters)
+            vars(loader).pop(_LOADED, None)  # if that has failed, the next attempt begins there again
+        if isinstance(iterator, InProcessIterator):
+            return iterator
         self.iterators.add(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")

@@ -17,7 +17,7 @@ import torch.utils.data
 from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.frameworks.accelerate import patch_accelerate
-from shmloader.frameworks.lightning import patch_lightning
+from shmloader.frameworks.lightning import forget_states, patch_lightning
 from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
@@ -83,6 +83,7 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             _patch()
         _options = options
         _states.undo()
+        forget_states()
         if stateful:
             _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
             _states.replace(_TORCHS, "state_dict", state_dict)
@@ -103,6 +104,7 @@ def uninstall() -> None:
     global _options  # noqa: PLW0603
     _options = None
     _states.undo()
+    forget_states()
     _patches.undo()
 
 

@@ -26,6 +26,7 @@ _OTHERS = ("loops.evaluation_loop", "trainer.connectors.data_connector")  # that
 _TELLERS = _LOOPS | {f"{package}.{name}" for package in _PACKAGES for name in _OTHERS}
 _TELLERS |= {"lightning.fabric.wrappers", "lightning_fabric.wrappers"}
 _SAVE, _LOAD = "on_save_checkpoint", "_load_combined_loader_states"
+_PROTOCOLS = {"lightning.fabric.utilities.types", "lightning_fabric.utilities.types"}
 _SET_EPOCH = "_set_sampler_epoch"
 
 
@@ -44,6 +45,14 @@ def patch_lightning(patches: Patches) -> None:
     for name in _TELLERS & sys.modules.keys():  # not all modules: it takes a millisecond to look at them
         if hasattr(module := sys.modules[name], _SET_EPOCH):
             patches.wrap(module, _SET_EPOCH, _tell)
+
+
+def forget_states() -> None:
+    """Make Lightning look anew which loaders have states: its protocol remembers that of each class."""
+    for name in _PROTOCOLS & sys.modules.keys():
+        protocol: Any = getattr(sys.modules[name], "_Stateful", None)
+        if hasattr(protocol, "_abc_caches_clear"):
+            protocol._abc_caches_clear()  # noqa: SLF001
 
 
 def _tell(tell: Any, loader: Any, epoch: int) -> None:

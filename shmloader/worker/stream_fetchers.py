@@ -73,7 +73,7 @@ class PartsFetcher(Fetcher):
         """The batch, with the place after it if the main process cannot count that itself."""
         rules = self._rules.stream
         self._batches += 1
-        wanted = index_batch[0] if self._rules.auto_collation else index_batch  # by `States.begin_epoch`
+        wanted = index_batch[0] if self._rules.auto_collation else index_batch  # by the `Pass`
         due = self._batches % rules.snapshot_every == 0 if wanted else self._batches == 1
         state = fetcher.stream.state() if due else b""
         if type(batch) is not Report:

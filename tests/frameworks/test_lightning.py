@@ -268,6 +268,7 @@ def test_checkpoints_are_not_bound_to_install(tmp_path: Path) -> None:
         ),
     ):
         run(tmp_path / "asked", DataLoader, "step=2.ckpt")
+    assert len(run(tmp_path / "afterwards", DataLoader)) == 48  # Lightning asks for no state any more
 
 
 def test_a_last_batch_that_was_saved_without_install_is_refused(tmp_path: Path) -> None:

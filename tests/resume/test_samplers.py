@@ -396,3 +396,32 @@ def test_a_sampler_that_raised_is_asked_again_and_raises_again(at: int) -> None:
         with pytest.raises(LookupError):
             next(rest)
         assert next(rest, None) is None
+
+
+class RaisesOnce(Sampler[int]):
+    def __init__(self) -> None:
+        self.raises_at = -1
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(24):
+            if number == self.raises_at:
+                self.raises_at = -1
+                raise OSError("not reachable")
+            yield number
+
+
+def test_a_state_stays_loaded_until_an_iterator_has_begun_with_it() -> None:
+    """A sampler raises while an iterator sends its first tasks; the next one begins there again."""
+    before = DataLoader(range(24), 4, sampler=RaisesOnce(), num_workers=2)
+    for _ in itertools.islice(before, 2):
+        pass
+    state = before.state_dict()
+    before.close()
+    sampler = RaisesOnce()
+    loader = DataLoader(range(24), 4, sampler=sampler, num_workers=2)
+    loader.load_state_dict(state)
+    sampler.raises_at = 9
+    with pytest.raises(OSError, match="not reachable"):
+        next(iter(loader))
+    assert next(iter(loader)).tolist() == [8, 9, 10, 11]
+    loader.close()

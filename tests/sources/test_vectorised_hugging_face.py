@@ -76,7 +76,7 @@ CONCATENATED: dict[str, Callable[[Any], Any]] = {
     "concat": lambda rows: ConcatDataset([rows, rows]),
     "subset of concat": lambda rows: Subset(ConcatDataset([rows, rows]), range(5, 60)),
     "concat of subset": lambda rows: ConcatDataset([Subset(rows, [3, 1, 2]), rows]),
-    "stack of concat": lambda rows: StackDataset(ConcatDataset([rows]), range(ROWS)),
+    "stack of concat": lambda rows: StackDataset(ConcatDataset([rows, rows]), range(2 * ROWS)),
     "concat of stack": lambda rows: ConcatDataset([StackDataset(x=rows), StackDataset(x=rows)]),
 }
 
