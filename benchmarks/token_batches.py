@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.token_batches`` takes the functions and classes of the interpreter's own library as
 texts. It prints how much of each way's batches is padding, and the time of planning a million lengths and of
-a step of the sampler. grain's figures need grain (``pip install -c constraints.txt -e '.[peers]'``).
+a step of the sampler. grain's figures need grain (pip install -c constraints.txt -e '.[peers]').
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def compare(lengths: np.ndarray, max_tokens: int) -> list[list[str]]:
             f"grain, best fit, {bins} bins": grain_padding(lengths, max_tokens, bins) for bins in _GRAIN_BINS
         }
     except ImportError:
-        print("grain is not installed: pip install -c constraints.txt -e '.[peers]'\n")
+        print("grain is not installed: pip install -c constraints.txt -e '.[peers]'")
     return [[name, f"{100 * part:.3f}"] for name, part in found.items()]
 
 
