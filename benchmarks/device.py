@@ -40,10 +40,10 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from torch.utils.data import Dataset
 
 import shmloader
 from benchmarks.machine import CpuMeter, describe, describe_in_words
+from benchmarks.made_data import Numbers
 from benchmarks.options import NOT_MEASURED, NOT_WRITTEN, finite_number, whole_number
 from benchmarks.resnet import resnet18
 from benchmarks.result_files import result_file, write_json
@@ -73,19 +73,6 @@ class Figure(NamedTuple):
     value: float
     unit: str
     good: bool | None = None
-
-
-class Numbers(Dataset[int]):
-    """Sample ``i`` is ``i``."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 def shared_empty(shape: tuple[int, ...], *, dtype: torch.dtype) -> torch.Tensor:

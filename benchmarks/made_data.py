@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
 ENDLESS = 1 << 40
-"""The length of every data set here, in samples: an epoch that outlasts any window."""
+"""The length of the workloads' data sets, in samples: an epoch that outlasts any window."""
 
 
 class Repeated(Dataset[Any]):
@@ -25,6 +25,19 @@ class Repeated(Dataset[Any]):
 
     def __len__(self) -> int:
         return ENDLESS
+
+
+class Numbers(Dataset[int]):
+    """Sample ``i`` is ``i``."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Rows(Repeated):

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -24,24 +23,12 @@ from torch.utils.data import (
 
 import shmloader
 from benchmarks.fresh_process import claim_output, run_fresh
+from benchmarks.made_data import Numbers
 from benchmarks.options import whole_number
 from benchmarks.tables import render_table
 
 RANKS = 8
 BATCH_SIZE = 256
-
-
-class Numbers(Dataset[int]):
-    """Sample ``i`` is ``i``."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 SAMPLERS: dict[str, Any] = {

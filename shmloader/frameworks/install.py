@@ -65,7 +65,6 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
         ValueError: For a wrong value, for two options that exclude each other, and for ``shard``, which
             belongs to one loader.
     """
-    global _options  # noqa: PLW0603 - there is one torch
     unknown = options.keys() - OWN_DEFAULTS.keys()
     if unknown:
         known = ", ".join(name for name in OWN_DEFAULTS if name not in _OF_ONE_LOADER)
@@ -79,20 +78,25 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
         text = unavailable("shmloader.install()", WHY_NOT_INSTALLED)
         warn_once(f"{text} Loaders of torch's class load torch's way; shmloader.DataLoader is not affected.")
     else:
-        if before is None:
-            _patch()
-        _options = options
-        _states.undo()
-        forget_states()
-        if stateful:
-            _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
-            _states.replace(_TORCHS, "state_dict", state_dict)
-        _warned.clear()
-        patch_accelerate(_patches)
-        patch_lightning(_patches)
+        _install(options, stateful=stateful, again=before is not None)
     restore = contextlib.ExitStack()
     restore.callback(uninstall if before is None else functools.partial(install, **before))
     return restore
+
+
+def _install(options: dict[str, Any], *, stateful: bool, again: bool) -> None:
+    global _options  # noqa: PLW0603 - there is one torch
+    if not again:
+        _patch()
+    _options = options
+    _states.undo()
+    forget_states()
+    if stateful:
+        _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
+        _states.replace(_TORCHS, "state_dict", state_dict)
+    _warned.clear()
+    patch_accelerate(_patches)
+    patch_lightning(_patches)
 
 
 def uninstall() -> None:

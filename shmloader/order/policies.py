@@ -1,6 +1,6 @@
-"""Which worker makes the next batch, by ``dispatch``; the table of places says whether there is room for it.
+"""Policies of ``dispatch``: the choice of the worker that makes the next batch.
 
-Main process only. docs/decisions/0019 has the reasons.
+The table of places says whether there is room for it. Main process only. docs/decisions/0019 has the reasons.
 """
 
 from __future__ import annotations
