@@ -10,7 +10,13 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from shmloader.framework_rebuilds import PreparedFlag, list_options, replace_in_records, warn_of_torchs_class
+from shmloader.framework_rebuilds import (
+    PreparedFlag,
+    list_options,
+    replace_in_records,
+    warn_of_ray,
+    warn_of_torchs_class,
+)
 from shmloader.loading import loading_of
 from shmloader.memory import why_unavailable
 from shmloader.settings import (
@@ -239,6 +245,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        warn_of_ray(self)
 
     @never_compiled
     def __iter__(self) -> Any:

@@ -38,7 +38,7 @@ class Reading:
         Raises:
             ResumeError: If the loader has begun no epoch.
         """
-        self._begin()
+        self.begin()
         epoch, follower = self._epoch, self._follower
         if epoch is None or follower is None:
             return
@@ -50,11 +50,12 @@ class Reading:
 
     def end(self) -> None:
         """Note that the look-ahead has ended: the epoch is over for the program."""
-        self._begin()
+        self.begin()
         if self._follower is not None:
             self._follower.end()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin with the loader's epoch, if it has not begun; at the latest, the first batch does this."""
         if self._follower is not None:
             return
         self._epoch = epoch = self._states.epoch_of_reader()

@@ -112,6 +112,11 @@ class States:
         """The argument of the last ``loader.set_epoch()``, or None."""
         return self._set_epoch
 
+    @property
+    def returned(self) -> int:
+        """How many batches were returned in the epoch that the loader is in."""
+        return 0 if self._epoch is None else self._epoch.progress.returned
+
     def note_set_epoch(self, epoch: int) -> None:
         """Note a call of ``loader.set_epoch()``."""
         self._set_epoch = epoch
