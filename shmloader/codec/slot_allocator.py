@@ -40,20 +40,14 @@ def make_placeholder() -> pickle.PickleBuffer:
 
 
 class Output(NamedTuple):
-    """A leaf that collation writes in its slot, and that no user code sees.
+    """A leaf that collation writes in its slot, and that no user code sees."""
 
-    Attributes:
-        tensor: Over the leaf's memory.
-        rows: An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
-            ``numpy.concatenate`` of the samples gives.
-        placeholder: Stands for the leaf in the batch that is given to the encoder.
-        end: Where the next leaf begins.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # over the leaf's memory
+    # An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
+    # ``numpy.concatenate`` of the samples gives.
     rows: np.ndarray[Any, Any]
-    placeholder: pickle.PickleBuffer
-    end: int
+    placeholder: pickle.PickleBuffer  # stands for the leaf in the batch that is given to the encoder
+    end: int  # where the next leaf begins
 
 
 _MOST_OUTPUTS = 1024

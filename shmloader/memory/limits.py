@@ -22,17 +22,11 @@ _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
 class Headroom(NamedTuple):
-    """Memory that this process could still take.
+    """Memory that this process could still take."""
 
-    Attributes:
-        available_nbytes: Bytes, the least over the machine and all cgroups that contain the process.
-        limit_nbytes: Bytes that bound it (a cgroup's limit, or the machine's memory).
-        source: Name of the bound, for people.
-    """
-
-    available_nbytes: int
-    limit_nbytes: int
-    source: str
+    available_nbytes: int  # the least over the machine and all cgroups that contain the process
+    limit_nbytes: int  # what bounds it (a cgroup's limit, or the machine's memory)
+    source: str  # name of the bound, for people
 
 
 _last_known: Headroom | None = None
@@ -121,17 +115,12 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class Cores(NamedTuple):
-    """Processor cores that this process may use.
+    """Processor cores that this process may use."""
 
-    Attributes:
-        machine: Logical cores of the machine.
-        affinity: Those that this process may run on (``taskset``, a cpuset).
-        quota: Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor
-            time per second), or None if there is no quota.
-    """
-
-    machine: int
-    affinity: int
+    machine: int  # logical cores of the machine
+    affinity: int  # those that this process may run on (``taskset``, a cpuset)
+    # Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor time per
+    # second), or None if there is no quota.
     quota: float | None
 
     @property

@@ -37,22 +37,17 @@ class Extent:
 
     The mapping lives as long as ``buffer`` does: arrays over it keep it alive after the segment is
     closed or has mapped the slot anew.
-
-    Attributes:
-        address: Where it starts in this process.
-        nbytes: Its length, whole pages.
-        buffer: A ctypes array over it, writable. The death of its ``owner`` unmaps the memory; an object that
-            keeps that one alive may take its place.
-        view: The same as a memoryview of bytes.
     """
 
     __slots__ = ("address", "buffer", "nbytes", "view")
 
     def __init__(self, nbytes: int, flags: int, fd: int, offset: int = 0) -> None:
         owner, self.address = map_file(nbytes, flags, fd, offset)
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # whole pages
         buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
         buffer.owner = owner  # every view leads to this array in the end
+        # Writable. The death of its ``owner`` unmaps the memory; an object that keeps that one alive may take
+        # its place.
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
 

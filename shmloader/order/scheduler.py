@@ -21,11 +21,7 @@ from shmloader.slots import Place
 
 
 class Scheduler:
-    """Sends tasks for one iterator, epoch after epoch.
-
-    Attributes:
-        free_workers: The policy of dynamic dispatch; None with static dispatch.
-    """
+    """Sends tasks for one iterator, epoch after epoch."""
 
     def __init__(
         self,
@@ -34,6 +30,7 @@ class Scheduler:
         auto: Auto | None,
         next_epoch: NextEpoch | None = None,
     ) -> None:
+        # The policy of dynamic dispatch; None with static dispatch.
         self.free_workers: FreeWorkers | None = None
         self._exchange = exchange
         self._table = table = exchange.table
