@@ -126,8 +126,7 @@ class SlotAllocator:
     def read(self, nbytes: int) -> bytes:
         """The first bytes of the slot, before anything is allocated (a long index batch).
 
-        Raises:
-            SharedMemoryExhausted: If this process could not map that much.
+        Raises `SharedMemoryExhausted` if this process could not map that much.
         """
         if nbytes > self.nbytes:
             raise SharedMemoryExhausted(
@@ -223,13 +222,9 @@ class SlotAllocator:
     def ensure(self, nbytes: int) -> bool:
         """Grow the slot to hold ``nbytes``, keeping what was written.
 
-        Returns:
-            False if that exceeds the task's limit, the host's memory or this process's address space: then
-            the batch is spilled.
-
-        Raises:
-            SharedMemoryExhausted: If spilling, which takes more memory, would make the kernel kill a process.
-                At most once in a task.
+        Returns False if that exceeds the task's limit, the host's memory or this process's address space:
+        then the batch is spilled. Raises `SharedMemoryExhausted` if spilling, which takes more memory, would
+        make the kernel kill a process. At most once in a task.
         """
         if nbytes <= self.nbytes:
             return True

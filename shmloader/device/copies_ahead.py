@@ -136,11 +136,10 @@ class DeviceBatches:
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch out of its leased slot.
 
-        Returns:
-            A function that returns the batch, for work on the stream that is current at its call. None for a
-            batch with tensors that require grad or objects of other classes than built-in containers, which
-            move themselves; also for a batch in memory that is not page-locked, since the driver may wait for
-            the stream before it copies that.
+        Returns a function that returns the batch, for work on the stream that is current at its call. None
+        for a batch with tensors that require grad or objects of other classes than built-in containers, which
+        move themselves; also for a batch in memory that is not page-locked, since the driver may wait for the
+        stream before it copies that.
         """
         lease, extent = place.lease, place.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):

@@ -157,8 +157,7 @@ class Exchange:
     def receive_from(self, worker_id: int) -> bool:
         """Receive one worker's records; return whether there were any. Does not sleep.
 
-        Raises:
-            WorkerDied: If it has ended and is not to be replaced; the others are stopped.
+        Raises `WorkerDied` if it has ended and is not to be replaced; the others are stopped.
         """
         worker = self.workers.workers[worker_id]
         records = worker.receive()

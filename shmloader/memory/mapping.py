@@ -76,10 +76,7 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
     """Take anonymous, private address space for a later mapping; returns its owner.
 
     With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 if all of it will
-    be written. The owner's death unmaps all of it.
-
-    Raises:
-        SharedMemoryExhausted: If there is not enough.
+    be written. The owner's death unmaps all of it. Raises `SharedMemoryExhausted` if there is not enough.
     """
     try:
         return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, protection)
@@ -138,8 +135,7 @@ def map_aligned(
 def make_writable(address: int, nbytes: int) -> None:
     """Allow writes to a private mapping that could only be read; they stay in this process.
 
-    Raises:
-        SharedMemoryExhausted: If the system, which may now charge for it, lacks the memory.
+    Raises `SharedMemoryExhausted` if the system, which may now charge for it, lacks the memory.
     """
     if libc.mprotect(address, nbytes, READ_WRITE) != 0:
         raise _refused(nbytes, ctypes.get_errno())
@@ -160,7 +156,6 @@ def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
     """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private.
 
-    Raises:
-        SharedMemoryExhausted: If there is no address space for it.
+    Raises `SharedMemoryExhausted` if there is no address space for it.
     """
     return Extent(whole_pages(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE, fd)

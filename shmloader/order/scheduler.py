@@ -80,9 +80,8 @@ class Scheduler:
     def take_early(self, *, discard: bool) -> Iterator[Any] | None:
         """Begin the next epoch with its early batches, or discard them: always with ``discard``.
 
-        Returns:
-            The iterator over the epoch's further index batches, for `go_on`; None if the epoch has to begin
-            in the usual way.
+        Returns the iterator over the epoch's further index batches, for `go_on`; None if the epoch has to
+        begin in the usual way.
         """
         if self._next_epoch is None or not self._sent_early:
             return None

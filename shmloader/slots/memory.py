@@ -40,8 +40,7 @@ class SlotMemory:
     def reserve(self, place: Place, nbytes: int) -> Extent:
         """Make a granted slot at least ``nbytes`` large and map it (for a long index batch).
 
-        Raises:
-            SharedMemoryExhausted: If the host cannot give that much.
+        Raises `SharedMemoryExhausted` if the host cannot give that much.
         """
         if nbytes > place.nbytes:
             place.nbytes = self.segment.reserve(place.number, place.nbytes, nbytes)

@@ -265,13 +265,10 @@ class PlaceTable(SlotMemory):
     def take(self, place: Place, *, early: bool = False) -> tuple[ByteArray, bytes]:
         """Take out a batch that has arrived, to return it; ``early`` means that `finish` is called later.
 
-        Returns:
-            The anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over it:
-            the place is free again when all arrays and tensors made over the anchor are gone too. If the
-            batch was spilled it is a private copy, and the place is free at once.
-
-        Raises:
-            SharedMemoryExhausted: If this process has no address space for it; nothing was changed.
+        Returns the anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over
+        it: the place is free again when all arrays and tensors made over the anchor are gone too. If the
+        batch was spilled it is a private copy, and the place is free at once. Raises `SharedMemoryExhausted`
+        if this process has no address space for it; nothing was changed.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         begin, end = place.header_begin, place.header_end

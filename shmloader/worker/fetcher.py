@@ -51,10 +51,8 @@ class Fetcher(ABC):
     def fetch(self, index_batch: Any) -> Any:
         """Fetch and collate; returns a `Report` if there is something to report.
 
-        In a worker the batch has placeholders for the leaves that lie in the slot already.
-
-        Raises:
-            StopIteration: If an iterable dataset is exhausted.
+        In a worker the batch has placeholders for the leaves that lie in the slot already. Raises
+        `StopIteration` if an iterable dataset is exhausted.
         """
 
     def place(self) -> StreamReport | None:

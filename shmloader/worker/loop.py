@@ -81,8 +81,7 @@ class Link(Protocol):
     def receive(self) -> bytes:
         """The next record; sleeps until there is one.
 
-        Raises:
-            BrokenPipeError: If the main process wants nothing more of this worker; so does `send`.
+        Raises `BrokenPipeError` if the main process wants nothing more of this worker; so does `send`.
         """
 
     def send(self, record: bytes) -> None:
