@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from epoch_datasets import Tells
-from resume_datasets import DiesOnce, Drawing, Late, Plain, Stateful
+from resume_datasets import DiesOnce, Drawing, Late, OwnGenerator, Plain, Stateful
 from resume_loaders import build, fetched, flat, started, take, values
 from torch.utils.data import Dataset, IterableDataset
 
@@ -292,6 +292,34 @@ def test_positions_that_came_early_are_left_out_once() -> None:
             assert take(iterator, 1) == [batches[2]]
             assert (other.state_dict()["batches"], other.state_dict()["batches_behind"]) == (4, "5")
             assert values(iterator) == [batches[4], *batches[6:]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_state_counts_batches_that_came_early_and_are_not_drawn_again_yet(
+    stateful: bool, workers: int
+) -> None:
+    """The batch before them is the last that the sampler has given: it knows nothing of the later ones."""
+
+    def make(workers: int = 0) -> DataLoader[Any]:
+        sampler = Stateful(40) if stateful else OwnGenerator(40, torch.Generator().manual_seed(1))
+        return DataLoader(Plain(40), 4, sampler=sampler, num_workers=workers)
+
+    batches = values(make())
+    loader = make()
+    loader.state_dict()  # from now on, the sampler's state is read with each batch
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = loader.state_dict() | {"batches_behind": "3,4"}
+    with make() as other:
+        other.load_state_dict(state)
+        iterator = iter(other)
+        assert take(iterator, 1) == [batches[2]]
+        state = other.state_dict()
+        assert (state["batches"], state["batches_behind"]) == (5, "")
+    with make(workers) as third:
+        third.load_state_dict(state)
+        assert values(third) == batches[5:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
