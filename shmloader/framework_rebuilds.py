@@ -86,7 +86,7 @@ def warn_of_ray(loader: Any) -> None:
         warn_once(
             "ray.train.torch.prepare_data_loader() builds a loader of torch's class in the place of this "
             "shmloader.DataLoader, without its options, and reads one batch ahead of its state. Call "
-            "shmloader.install() first, or pass it a ShardedSampler, and prepare_data_loader() move_to_device=False."
+            "shmloader.install() first, or pass it a ShardedSampler, and Ray move_to_device=False."
         )
 
 

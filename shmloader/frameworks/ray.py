@@ -42,7 +42,7 @@ def patch_ray(patches: Patches) -> None:
     if not (known and hasattr(wrapper, "_prefetch_next_batch")):
         warn_once(
             f"shmloader.install() cannot patch this version of Ray: {' or '.join(_MODULES)} lacks "
-            f"{_PREPARE}, a DataLoader that is torch's, or {_WRAPPER} that reads one batch ahead. Its loaders "
+            f"{_PREPARE}, a DataLoader that is torch's, or {_WRAPPER} that reads one batch ahead. Loaders "
             "load from slots, without the options of the loader that they replace, and states are one batch "
             "ahead."
         )

@@ -21,7 +21,7 @@ from shmloader.indices.samplers import (
     sharded_sampler,
 )
 from shmloader.indices.tracked_batches import TrackedBatches, track
-from shmloader.resume.compatibility import State, behind, described, is_between_epochs, named_in_errors
+from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import StreamProgress
@@ -132,8 +132,7 @@ class Pass:
             by_arrival=not (settings.comes_in_order or settings.is_iterable),
         )
         if goes_on is not None and goes_on["sampler_state"] and sharded_sampler(settings.index_sampler):
-            with named_in_errors(goes_on, "sampler_state"):
-                progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
+            progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
         batches = self._batches(sampler_iter)
         if isinstance(batches, TrackedBatches):
             batches.follow(lambda: progress.oldest, self._is_asked, self._looks)

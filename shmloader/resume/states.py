@@ -27,7 +27,16 @@ from shmloader.indices.samplers import (
     sharded_sampler,
 )
 from shmloader.indices.tracked_batches import state_of
-from shmloader.resume.compatibility import ADDED_BY_OTHERS, AT_THE_BEGINNING, State, check_fit, described
+from shmloader.resume.compatibility import (
+    ADDED_BY_OTHERS,
+    AT_THE_BEGINNING,
+    State,
+    check_fit,
+    checksum_of,
+    described,
+    signed,
+    with_batches,
+)
 from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Follower, Progress
 from shmloader.resume.stream_progress import rules_for
@@ -43,27 +52,27 @@ class Epoch:
         settings: The loader's, then.
         progress: Its progress.
         constant: The part of a state that stays the same in it, once one was asked for.
-        is_counted: Whether nothing but `Progress.done` changes in its states.
+        checksum: That of a state in it, if nothing but `Progress.done` changes in them; else None.
         next: The epoch that began after it.
     """
 
     settings: Settings
     progress: Progress
     constant: State | None = None
-    is_counted: bool = False
+    checksum: int | None = None
     next: Epoch | None = None
 
     def keep_constant(self, constant: State) -> None:
         """Keep the part of a state that stays the same."""
         self.constant = constant
 
-    def note_counted(self, is_counted: bool) -> None:
-        """Note whether nothing else changes."""
-        self.is_counted = is_counted
+    def note_counted(self, checksum: int) -> None:
+        """Note that nothing else changes, and the checksum of a state."""
+        self.checksum = checksum
 
     def go_on(self, following: Epoch) -> None:
         """Note that another epoch has begun; whether this one was over is looked at again."""
-        self.next, self.is_counted = following, False
+        self.next, self.checksum = following, None
 
 
 class _Here(threading.local):
@@ -126,7 +135,7 @@ class States:
     def counted(self, taken: int | None = None) -> State | None:
         """The same as `state`, if nothing but a number has changed since the last one: 1 microsecond."""
         epoch = self._followed or self._epoch
-        if epoch is None or not epoch.is_counted:
+        if epoch is None or epoch.checksum is None:
             return None
         progress = epoch.progress
         if taken is None and progress.finished and progress.is_over:
@@ -137,7 +146,7 @@ class States:
         if type(done) is not int:
             return None
         state: State = epoch.constant.copy()  # type: ignore[union-attr]
-        state["batches"] = done
+        state["batches"], state["checksum"] = done, with_batches(epoch.checksum, done)
         return state
 
     def state(self, read: Callable[[], Settings], loaded: State | None, taken: int | None = None) -> State:
@@ -183,8 +192,9 @@ class States:
         state["batches"], state["batches_behind"] = batches, ",".join(map(str, behind))
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)
-        epoch.note_counted(not others and epoch.constant is not None and not self._older)
-        return state | others
+        if not (others or behind or self._older) and epoch.constant is not None:
+            epoch.note_counted(checksum_of(state))
+        return signed(state | others)
 
     def _constant_of(self, epoch: Epoch) -> State:
         """The part of a state that stays the same in an epoch."""
@@ -222,14 +232,16 @@ class States:
                 state |= _sampler_keys(epoch, taken)
         elif stateful is not None:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
-        return state
+        return signed(state)
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
         if loaded is not None or self._epoch is None or not self._epoch.progress.taken:
             return self.state(read, loaded)
         state = self._between_epochs(read(), self._epoch)
-        return state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
+        return signed(
+            state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
+        )
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
         return described(settings) | {

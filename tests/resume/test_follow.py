@@ -238,6 +238,44 @@ def test_batches_by_arrival_left_out_and_raised() -> None:
                 loader.state_dict(taken=len(had) + 1)
 
 
+class FirstLast(Plain):
+    """The first sample comes when twelve others were returned."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.go_on = threading.Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index or self.go_on.wait(30)
+        return super().__getitem__(index)
+
+
+def test_batches_that_came_early_are_in_the_states_after_them() -> None:
+    """Also in states after fewer batches; each is loaded, before the first batch has come and after it."""
+
+    def build() -> tuple[Loader, FirstLast]:
+        dataset = FirstLast(24)
+        threads = {"num_workers": 2, "worker_type": "thread", "dispatch": "dynamic", "in_order": False}
+        return DataLoader(dataset, batch_size=2, **threads), dataset  # type: ignore[arg-type]
+
+    loader, dataset = build()
+    had, states = [], []
+    for batch in loader:
+        had.append(ints(batch))
+        states.append(loader.state_dict())
+        if len(had) == 6:
+            dataset.go_on.set()
+    assert had[0] != [0, 1]
+    assert states[3]["batches"] == 0
+    assert states[3]["batches_behind"]
+    for number, state in enumerate(states, 1):
+        assert loader.state_dict(taken=number) == state
+        again, dataset = build()
+        dataset.go_on.set()
+        again.load_state_dict(state)
+        assert sorted(ints(batch) for batch in again) == sorted(had[number:])
+
+
 def test_a_number_that_was_not_returned_is_refused() -> None:
     loader = shuffled()
     assert loader.state_dict(taken=0) == loader.state_dict()
