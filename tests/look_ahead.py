@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -50,15 +51,23 @@ class InThread:
 
     def __iter__(self) -> Iterator[Any]:
         read: queue.Queue[Any] = queue.Queue(self.ahead)
-        thread = threading.Thread(target=self._read, args=[read], daemon=True)
+        left = threading.Event()
+        thread = threading.Thread(target=self._read, args=[read, left], daemon=True)
         thread.start()
-        yield from iter(read.get, END)
-        thread.join()
+        try:
+            yield from iter(read.get, END)
+        finally:
+            left.set()
+            thread.join()
 
-    def _read(self, read: queue.Queue[Any]) -> None:
-        for batch in self.loader:
-            read.put(batch)
-        read.put(END)
+    def _read(self, read: queue.Queue[Any], left: threading.Event) -> None:
+        for batch in itertools.chain(self.loader, [END]):
+            while not left.is_set():
+                with contextlib.suppress(queue.Full):
+                    read.put(batch, timeout=0.05)
+                    break
+            else:
+                return
 
 
 class InThreadForGood:

@@ -209,10 +209,11 @@ class Progress:
         """What was done before the latest batches that were returned."""
         undone: set[int] = set()
         for position in reversed(self._latest):
-            if not count:
+            is_batch = position not in self._without
+            if not count and is_batch:
                 break
             undone.add(position)
-            count -= position not in self._without
+            count -= is_batch
         if count:
             raise ResumeError(
                 f"there is no state from so far back, {count:,} batches before the last {HISTORY:,}: with "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import select
+import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,4 +71,21 @@ def run_in_process(arguments: WorkerArguments, pipes: Pipes) -> None:
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
+    _refuse_ray()
     Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+
+
+def _refuse_ray() -> None:
+    """Make calls of Ray that would wait for ever an error: a fork has a connection, and not its threads."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "ray.get(), ray.wait() or ray.put() was called in a forked worker process, where it would wait "
+            "for ever: Ray's threads are in the process that made the loader. Pass worker_type='thread' or "
+            "num_workers=0 for a dataset that reads from Ray."
+        )
+
+    vars(ray).update(dict.fromkeys(("get", "wait", "put"), refuse))
