@@ -41,7 +41,7 @@ def replace(
     """
     held = table.making(worker.worker_id)
     culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id]) else None
-    deaths = 1 if culprit is None else table.count_death(culprit)
+    deaths = 1 if culprit is None else culprit.count_death()
     if not restarts_left or deaths >= _MOST_DEATHS:
         _fail(worker, silent_s, table, workers, lifecycle, deaths)
     stack = "" if silent_s is None else workers.stack_of(worker)
