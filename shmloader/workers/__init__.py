@@ -11,11 +11,10 @@ import torch
 
 from shmloader.settings import THREAD, Settings, check_workers
 from shmloader.workers.base import MakeArguments, Worker, Workers
-from shmloader.workers.death_messages import log_replacement, worker_timeout
 from shmloader.workers.processes import ProcessWorkers
 from shmloader.workers.threads import ThreadWorkers
 
-__all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
+__all__ = ["Worker", "Workers", "start_workers"]
 
 
 def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:

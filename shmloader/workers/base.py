@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmloader.errors import WorkerDied
+from shmloader.messages import shown
 from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
@@ -91,6 +92,11 @@ class Workers(Protocol):
 
     def leave_to_parent(self) -> None:
         """Forget the workers, in a process that the program forked: they are the parent's."""
+
+
+def describe_held(indices: tuple[object, ...]) -> str:
+    """A sentence on the index batches that a dead worker held, or ""."""
+    return f" It held {len(indices)} index batch(es): {shown(list(indices))}" if indices else ""
 
 
 live: weakref.WeakSet[Workers] = weakref.WeakSet()
