@@ -23,8 +23,8 @@ from shmloader.codec.layout import (
     DTYPES,
     MOST_DIMENSIONS,
     TENSOR,
-    Leaf,
     align,
+    pack_row,
 )
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import SharedMemoryExhausted
@@ -184,7 +184,7 @@ class SlotAllocator:
             return None
         array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
         placeholder = make_placeholder()
-        here.rows[placeholder] = Leaf(TENSOR, code, offset, shape).pack()
+        here.rows[placeholder] = pack_row(TENSOR, code, offset, shape)
         rows = array.reshape(-1, *shape[2:])
         tensor = wrap_tensor(array, DTYPES[code].torch_dtype)
         return Output(tensor, rows, placeholder, align(offset + nbytes))
@@ -234,8 +234,12 @@ class SlotAllocator:
                 raise SharedMemoryExhausted(f"it may have {self.limit_nbytes:,} bytes", needed_nbytes=nbytes)
             self._grow(nbytes)
         except SharedMemoryExhausted as error:
-            if may_refuse:
-                _check_spill(nbytes, error)
+            if may_refuse:  # to spill it would have the kernel kill this process or the main one
+                purpose = (
+                    f"a batch of {nbytes:,} bytes does not fit in its slot ({error}), and copying it to "
+                    f"private memory takes {2 * nbytes:,} bytes"
+                )
+                check_headroom(2 * nbytes, purpose)
             return False
         return True
 
@@ -298,18 +302,6 @@ class SlotAllocator:
             raise
         self.nbytes = reserved
         self._here = self._mapped[self.slot] = _Mapped(extent)
-
-
-def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
-    """Refuse to spill a batch if the kernel would kill this process or the main one for the memory."""
-    purpose = (
-        f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
-        f"takes {2 * nbytes:,} bytes"
-    )
-    try:
-        check_headroom(2 * nbytes, purpose)
-    except SharedMemoryExhausted as error:
-        raise error from why
 
 
 class _Current(threading.local):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from shmloader.codec import structure_of
-from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, split_header, unpack_table
+from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, table_of, unpack_table
 from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard, Held
 from shmloader.device.pinned import is_pinned
@@ -144,7 +144,8 @@ class DeviceBatches:
         lease, extent = place.lease, place.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
             return None  # if it was spilled, the slot may be another batch's by now
-        structure, table = split_header(header)
+        table = table_of(header)
+        structure = header[: -4 - len(table)]
         known = len(structure) <= _MOST_KNOWN_NBYTES
         join = _known_structure(structure) if known else structure_of(structure)
         if join is None:
