@@ -133,21 +133,24 @@ class TrackedBatches(Iterator[Any]):
 
         Normally that is the state after the last of them: a state before it may lack what the sampler draws
         for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
-        before it: with the one after it the sampler may have begun anew.
+        before it: with the one after it the sampler may have begun anew. If later batches came early to an
+        earlier program and are not drawn again yet, it is the state after the last that is drawn.
 
         Raises:
             ResumeError: If the sampler's state could not be taken.
         """
         wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
         if wanted not in self._after:  # the epoch was resumed after this batch, so there was another
-            wanted = taken
+            wanted = min(taken, self._drawn)
         begin, state, _ = self._after[wanted]
         if isinstance(state, ResumeError):
             raise ResumeError(*state.args) from state.__cause__  # a new one: it gets a traceback
-        return begin, state, self._after[taken][2] if begin < wanted else None
+        return begin, state, self._checksum_at(taken) if begin < wanted else None
 
-    def checksum(self, taken: int) -> int:
+    def checksum(self, taken: int) -> int | None:
         """The checksum of the first ``taken`` batches, or of those after the sampler's own state.
+
+        None if some of them are not drawn again yet, since an earlier program had them out of order.
 
         Logs a warning, once, if the sampler cannot give the same batches again. It is an error only on
         resuming, so that a program that only saves states is not stopped.
@@ -155,7 +158,10 @@ class TrackedBatches(Iterator[Any]):
         if self._warning and not self._told:
             self._told = True
             _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
-        return self._after[taken][2]
+        return self._checksum_at(taken)
+
+    def _checksum_at(self, taken: int) -> int | None:
+        return self._after[taken][2] if taken in self._after else None
 
 
 def state_of(sampler: Any, before: Any = None) -> Any:
