@@ -111,7 +111,7 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
     if not tensor.is_contiguous() or 1 in shape:
         strides = tensor.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if strides != _row_major(shape) and 0 < span <= tensor.numel():
+        if strides != row_major(shape) and 0 < span <= tensor.numel():
             # Permuted or overlapping items, with hardly any gaps: the memory is sent as it is.
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
             return with_strides, ([placeholder], tuple(shape), strides)
@@ -128,7 +128,7 @@ def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
     return operator.getitem, ([placeholder], 0)
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a new tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
 
