@@ -25,7 +25,6 @@ from torch.utils.data import default_collate, default_convert
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 
-_CollateMap = dict[Any, Callable[..., Any]]
 _in_worker_process = False
 
 
@@ -83,10 +82,6 @@ def _join_by_torch(samples: Sequence[Any], _: SlotAllocator) -> Any:
     return default_collate(samples)  # type: ignore[arg-type]
 
 
-def _join_strings(samples: Sequence[Any], _: SlotAllocator) -> Any:
-    return samples
-
-
 def _join_dicts(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     names = list(samples[0])
     try:
@@ -125,11 +120,20 @@ def _stack_tensors(samples: Sequence[torch.Tensor], allocator: SlotAllocator) ->
 
 def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], allocator: SlotAllocator) -> Any:
     first, begin = samples[0], allocator.cursor
+    # torch raises errors of its own for other strides. Only the first sample's are looked at, for speed: the
+    # others are joined correctly with any.
+    strides = first.strides
+    fits = not strides or (min(strides) >= 0 and not gcd(*strides) % first.itemsize)
     try:
-        if _are_rows(samples) and _has_torchs_strides(first):
+        # Concatenation stacks arrays of one length, in half the time of numpy.stack.
+        if (
+            fits
+            and first.ndim
+            and set(map(type, samples)) == {np.ndarray}
+            and len(set(map(len, samples))) == 1
+        ):
             output = allocator.output(len(samples), first.shape, first.dtype)
             if output is not None:
-                # In half the time of numpy.stack.
                 np.concatenate(samples, out=output.rows, casting="no")
                 return output.placeholder
     except (TypeError, ValueError):
@@ -154,8 +158,8 @@ _JOIN: dict[type, Callable[[Sequence[Any], SlotAllocator], Any]] = {
     np.ndarray: _stack_arrays,
     int: _join_numbers,
     float: _join_numbers,
-    str: _join_strings,
-    bytes: _join_strings,
+    str: lambda samples, _: samples,
+    bytes: lambda samples, _: samples,
     dict: _join_dicts,
     tuple: _join_sequences,
     list: _join_sequences,
@@ -163,24 +167,7 @@ _JOIN: dict[type, Callable[[Sequence[Any], SlotAllocator], Any]] = {
 """By the exact class of the first sample."""
 
 
-def _are_rows(arrays: Sequence[Any]) -> bool:
-    """Whether all are ndarrays of one length: then concatenation stacks them, if it is possible."""
-    first = arrays[0]
-    return first.ndim > 0 and set(map(type, arrays)) == {np.ndarray} and len(set(map(len, arrays))) == 1
-
-
-def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
-    """Whether torch accepts an ndarray of such strides; for others it raises errors of its own.
-
-    Only the first sample is checked, for speed. The others are joined correctly with any strides.
-    """
-    strides = array.strides
-    return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
-
-
-def collate_tensors(
-    batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
-) -> torch.Tensor:
+def collate_tensors(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack tensors into the slot, in place of torch's ``collate_tensor_fn``: same result and errors.
 
     Outside of shmloader's workers it calls torch's own function.

@@ -45,7 +45,14 @@ def before_each_sample(dataset: Any, rules: FetchRules, call: Callable[[], None]
     """A dataset that makes a call before each sample; itself if samples are not fetched one by one."""
     if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
         return dataset
-    return dataset if why_per_sample(dataset, rules.collate_fn) is None else _CallsFirst(dataset, call)
+    if why_per_sample(dataset, rules.collate_fn) is None:
+        return dataset
+
+    def get(index: Any) -> Any:
+        call()
+        return dataset[index]
+
+    return _Samples(get)
 
 
 def around_each_batch(dataset: Any, rules: FetchRules, placement: Placement) -> Any:
@@ -53,25 +60,17 @@ def around_each_batch(dataset: Any, rules: FetchRules, placement: Placement) -> 
     if rules.iterable or rules.auto_collation:
         return dataset
     own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
-    return dataset if own is Dataset.__getitem__ else _Placed(dataset, placement)
+    if own is Dataset.__getitem__:
+        return dataset
+    return _Samples(placement.around(functools.partial(operator.getitem, dataset), of_batches=True))
 
 
-class _Placed:
-    def __init__(self, dataset: Any, placement: Placement) -> None:
-        self._get = placement.around(functools.partial(operator.getitem, dataset), of_batches=True)
+class _Samples:
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        self._get = get
 
     def __getitem__(self, index: Any) -> Any:
         return self._get(index)
-
-
-class _CallsFirst:
-    def __init__(self, dataset: Any, call: Callable[[], None]) -> None:
-        self._dataset = dataset
-        self._call = call
-
-    def __getitem__(self, index: Any) -> Any:
-        self._call()
-        return self._dataset[index]
 
 
 class _MapFetcher(Fetcher):
