@@ -12,8 +12,7 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory.huge_pages import take_huge_pages
 from shmloader.memory.limits import check_headroom, exhausted
-from shmloader.memory.mapping import Extent, whole_pages
-from shmloader.memory.platform import libc
+from shmloader.memory.mapping import Extent, libc, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from shmloader.memory import PAGE_NBYTES, Extent, Segment, whole_pages
 from shmloader.memory.limits import memory_headroom
-from shmloader.slots import inspection
 from shmloader.slots.budget import LIMITS_IN_A_SHARE, RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget
+from shmloader.slots.inspection import Inspection
 from shmloader.slots.place import GUARDED, LEASED, ByteArray, Guard, Place
 from shmloader.statistics import Counters
 
@@ -30,7 +31,8 @@ class SlotMemory:
         self.kept = 0  # number of places that are ``LEASED`` or ``GUARDED``
         self.committed_nbytes = 0  # sum of all limits
         self.guard = Guard()  # keeps places back for an accelerator
-        self.inspection = inspection.Inspection() if inspection.wanted() else None  # SHMLOADER_DEBUG=1
+        wanted = os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
+        self.inspection = Inspection() if wanted else None
         self.warning = ""  # for the program, to be given when the next batch is asked for
         self._recent: deque[int] = deque(maxlen=RECENT)  # bytes of the last batches
         self._free: list[Place] = []  # last freed, first granted: its pages are the warmest

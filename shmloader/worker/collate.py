@@ -1,4 +1,4 @@
-"""Default collate straight into the slot, and ``empty()`` for custom collate functions.
+"""Default collate straight into the slot; ``empty()`` and `collate_packed` for a program's own batches.
 
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
 torch's entry for tensors there by a function that writes into the slot of the current task. So a
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils.data import default_collate, default_convert
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 
+_LABELS, _NO_LABEL = "labels", -100  # which torch's losses ignore
 _in_worker_process = False
 
 
@@ -50,6 +51,42 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     if tensor is not None:
         return tensor
     return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
+
+
+def collate_packed(samples: Sequence[Any]) -> dict[str, Any]:
+    """Join samples to one row without padding, for attention over sequences of various lengths.
+
+    It is meant for batches of a `TokenBatchSampler` with ``layout="packed"``. Names and values are those of
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers.
+
+    Args:
+        samples: Sequences of tokens, or dicts of sequences that are equally long within a sample, such as
+            ``input_ids`` and ``labels``. A sequence is a tensor, an array or a list of shape ``(length,)``.
+
+    Returns:
+        The sequences joined, each of shape ``(1, total)``; bare ones are ``input_ids``. The first label of
+        each sample is -100, since no token of its own comes before it. ``position_ids``, int64 of shape
+        ``(1, total)``, begin at 0 in each sample. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape
+        ``(samples + 1,)``, are the boundaries; ``max_length_q`` and ``max_length_k`` the longest length.
+
+    Raises:
+        ValueError: If the sequences of a sample differ in length; the sample's place and lengths are named.
+    """
+    rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+    parts = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+    lengths = [len(one) for one in next(iter(parts.values()))]
+    for place, length in enumerate(lengths):
+        if any(len(part[place]) != length for part in parts.values()):
+            found = ", ".join(f"{name}: {len(part[place]):,}" for name, part in parts.items())
+            raise ValueError(f"the sequences of sample {place} of {len(rows)} differ in length: {found}")
+    batch: dict[str, Any] = {name: torch.cat(part)[None] for name, part in parts.items()}
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if _LABELS in batch:
+        batch[_LABELS][0, ends[:-1].long()] = _NO_LABEL
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = ends
+    batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+    return batch
 
 
 def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -> Callable[[Any], Any]:

@@ -181,7 +181,7 @@ class ProcessWorkers(Workers):
             with self._payload() as payload:
                 for worker_id in range(num_workers):
                     with HeldInterrupts():
-                        self._append(self._start(worker_id, payload))
+                        self._put(self._start(worker_id, payload))
         except BaseException:
             self.close(grace_s=0.0)
             raise
@@ -213,9 +213,11 @@ class ProcessWorkers(Workers):
             os.close(answers_write)
         return ProcessWorker(worker_id, process, requests_write, answers_read)
 
-    def _append(self, worker: ProcessWorker) -> None:
-        self.workers.append(worker)
-        self.processes.append(worker.process)
+    def _put(self, worker: ProcessWorker) -> None:
+        """Add a worker, or put it in the place of the one with its number."""
+        number, self._poller = worker.worker_id, None
+        self.workers[number : number + 1] = [worker]
+        self.processes[number : number + 1] = [worker.process]
 
     def add(self) -> ProcessWorker:
         """Start one more, without a task."""
@@ -223,8 +225,7 @@ class ProcessWorkers(Workers):
             with self._payload() as payload:
                 worker = self._start(len(self.workers), payload)
             self._added.add(worker.worker_id)
-            self._append(worker)
-            self._poller = None
+            self._put(worker)
         return worker
 
     def restart(self, worker: Worker) -> ProcessWorker:
@@ -244,8 +245,7 @@ class ProcessWorkers(Workers):
                 self._end([fresh])
                 raise LoaderClosed("the loader was closed while a worker was being replaced")
             self._added.discard(worker.worker_id)
-            self.workers[worker.worker_id] = fresh
-            self.processes[worker.worker_id] = fresh.process
+            self._put(fresh)
         return fresh
 
     def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
@@ -335,7 +335,7 @@ class ProcessWorkers(Workers):
 
         A worker that is still starting has nothing to finish, and is terminated at once.
         """
-        self.closed_because = self.closed_because or because
+        self.close_for(because)
         with HeldInterrupts() as interrupts:
             # A worker that is being replaced has been released already.
             workers = [worker for worker in self.workers if not worker.released]

@@ -158,7 +158,7 @@ class ThreadWorkers(Workers):
 
         May run in a worker thread, if the iterator is found to be garbage there.
         """
-        self.closed_because = self.closed_because or because
+        self.close_for(because)
         with HeldInterrupts() as interrupts:
             workers, self.workers = self.workers, []
             live.discard(self)
