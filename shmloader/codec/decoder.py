@@ -75,13 +75,9 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
 
 
 def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
-    """A function that makes a batch from its leaves, in the order of the leaf table.
+    """A function that makes a batch from its leaves, by its header or the pickled structure alone.
 
-    Args:
-        header: A header, or the pickled structure alone.
-
-    Returns:
-        None if the batch consists of more than leaves, built-in containers and constants.
+    None if the batch consists of more than leaves, built-in containers and constants.
     """
     probes: list[object] = []
     try:

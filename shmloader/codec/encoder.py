@@ -83,11 +83,8 @@ class Encoder:
         """Write a batch into the slot that the allocator holds.
 
         Leaves that are already in the slot stay there; collation leaves their placeholders in the batch. The
-        others are copied in, after the slot was grown to what the whole batch needs.
-
-        Args:
-            batch: The batch.
-            found: Takes the address and the length of each leaf, as it was when the batch was made.
+        others are copied in, after the slot was grown to what the whole batch needs. ``found`` takes the
+        address and the length of each leaf, as it was when the batch was made.
         """
         pickler, outputs = self._pickler, self._allocator.rows
         kind: type = type(batch)

@@ -39,17 +39,10 @@ class Add(Protocol):
     """Adds a leaf to the batch that is being pickled."""
 
     def __call__(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
-        """Add a leaf, whose items lie at ``address`` in row-major order.
+        """Add a leaf, whose items lie at ``address`` in row-major order; see `Leaf`.
 
-        Args:
-            kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
-            code: Position in ``DTYPES``.
-            shape: Sizes in items.
-            address: Of the first item, in the worker.
-            owner: Keeps the memory alive until it is copied.
-
-        Returns:
-            The placeholder of this leaf. No other leaf may be added before the pickler meets it.
+        ``owner`` keeps the memory alive until it is copied. Returns the placeholder of this leaf. No other
+        leaf may be added before the pickler meets it.
         """
 
 

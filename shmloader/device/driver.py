@@ -100,14 +100,8 @@ class CudaDriver:
 
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
-    Each call raises `DriverError` if it fails.
-
-    Args:
-        path: The library.
-
-    Raises:
-        OSError: If there is no such library.
-        AttributeError: If it lacks a function.
+    Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
+    `AttributeError` if it lacks a function.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:

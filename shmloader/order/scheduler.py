@@ -80,12 +80,6 @@ class FreeWorkers:
 
     While the program waits for a slow batch, idle workers are sent tasks beyond ``most_tasks``, for which the
     table's window widens. Until the epoch ends, workers may then be so far ahead of the program.
-
-    Args:
-        table: The places.
-        num_workers: Workers that are given tasks: the first ones.
-        prefetch_factor: Tasks that each may have ahead.
-        timeout_s: The loader's; 0 for none.
     """
 
     def __init__(
@@ -99,8 +93,8 @@ class FreeWorkers:
 
     def serve(self, num_workers: int, prefetch_factor: int) -> None:
         """Give tasks to more workers, or more tasks to each, from now on."""
-        self.num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
+        self.num_workers = num_workers  # that are given tasks: the first ones
+        self._prefetch_factor = prefetch_factor  # tasks that each may have ahead
 
     def choose(self) -> int:
         """The worker that gets the next task: the first of those that have the fewest unanswered ones."""
@@ -172,13 +166,7 @@ class Scheduler:
     def begin_epoch(
         self, sampler_iter: Iterator[Any], done: int | tuple[int, ...] = 0, first_worker: int = 0
     ) -> None:
-        """Begin an epoch without a task, and send its first ones.
-
-        Args:
-            sampler_iter: Iterates over the epoch's index batches.
-            done: Index batches that are done with: see `Progress`.
-            first_worker: Whose turn it is first, with static dispatch.
-        """
+        """Begin an epoch without a task, and send its first ones; ``done`` is that of `Progress`."""
         if isinstance(done, tuple):
             done, *behind = done
             sampler_iter = self._without(sampler_iter, set(behind))

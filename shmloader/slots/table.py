@@ -22,13 +22,7 @@ class PlaceTable(SlotMemory):
     """The places of one iterator; not a ring, since leases end in any order.
 
     Whoever holds the table may read all of it; only its methods change it. In between, `check` holds.
-
-    Args:
-        segment: Where the slots' memory comes from; the table owns it.
-        most_tasks, budget_nbytes, workers, follows_host: See `Budget`.
-        epoch: Number of the first epoch.
-        workers_outlive: Whether workers may outlive the table: then `close` leaves them their slots.
-        counters: The loader's counters; the table counts spills.
+    It owns the segment.
     """
 
     def __init__(
@@ -57,7 +51,7 @@ class PlaceTable(SlotMemory):
         self._sent = 0  # number of the next task
         self._due = 0  # no task before this number is wanted; looking it up is quicker than iterating
         self._released: deque[Lease] = deque()
-        self._workers_outlive = workers_outlive
+        self._workers_outlive = workers_outlive  # then `close` leaves them their slots
         self._closed = False
 
     @classmethod

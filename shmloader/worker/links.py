@@ -70,11 +70,7 @@ class ProcessLink:
 
 
 class ThreadLink:
-    """The link of a worker thread, which the main process's thread has too.
-
-    Args:
-        wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
-    """
+    """The link of a worker thread, which the main process's thread has too."""
 
     in_thread = True
 
@@ -86,7 +82,7 @@ class ThreadLink:
         self.dataset: Any = None  # a copy for the next epoch, if it is to take a new one
         self.wait_ns = self.received_ns = 0
         self.closed = False  # whether the main process wants nothing more
-        self._wakeup = wakeup
+        self._wakeup = wakeup  # the main process's thread waits at it; one item is enough to wake it
 
     def receive(self) -> bytes:
         """The next record; sleeps until there is one."""
