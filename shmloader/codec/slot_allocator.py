@@ -114,20 +114,13 @@ class SlotAllocator:
                     raise
 
     def prepare(self, hint_nbytes: int) -> None:
-        """Grow the slot to the size of a typical batch: leaves are then written in place.
-
-        Nothing happens if the host cannot give that much, or if the task's limit is less: then the batch is
-        sent in pieces anyway.
-        """
+        """Grow the slot for a typical batch, to be written in place; if it cannot, pieces are sent anyway."""
         if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):
                 self._grow(hint_nbytes)
 
     def read(self, nbytes: int) -> bytes:
-        """The first bytes of the slot, before anything is allocated (a long index batch).
-
-        Raises `SharedMemoryExhausted` if this process could not map that much.
-        """
+        """The slot's first bytes (a long index batch); `SharedMemoryExhausted` if it has not mapped them."""
         if nbytes > self.nbytes:
             raise SharedMemoryExhausted(
                 f"an index batch of {nbytes:,} bytes could not be read: this worker could map only "
@@ -157,8 +150,7 @@ class SlotAllocator:
     def output(self, items: int, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
         """Allocate a leaf of shape ``(items, *shape)`` in the slot; None if it does not fit there.
 
-        See the class for when this may be used. A dtype of NumPy means the one that ``torch.from_numpy``
-        gives.
+        The class says when. A dtype of NumPy means the one that ``torch.from_numpy`` gives.
         """
         here = self._here
         if here is None:

@@ -168,10 +168,7 @@ class CudaDriver:
         return found
 
     def home(self) -> int:
-        """The device in whose context memory is registered.
-
-        A context takes memory of its device, so it is one that is in use, if there is one.
-        """
+        """The device in whose context memory is registered: one in use, since a context takes its memory."""
         if self._home is None:
             current, active = torch.cuda.current_device(), self.active_devices()
             self._home = current if current in active or not active else active[0]

@@ -234,8 +234,5 @@ def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
 
 
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
-    """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private.
-
-    Raises `SharedMemoryExhausted` if there is no address space for it.
-    """
+    """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private."""
     return Extent(whole_pages(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE, fd)

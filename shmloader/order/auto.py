@@ -72,13 +72,9 @@ class Auto:
         return AutotuneReport(self.num_workers, self.prefetch_factor, self.settled, self.batches, why)
 
     def note(self, measured: tuple[float, float, float] | None) -> None:
-        """Note that a batch was returned; may change what is wanted.
-
-        Args:
-            measured: Seconds since the batch before: of the program, and of ``next()`` without waiting; of
-                waiting in ``next()``; of waiting for tasks, summed over the workers. None if they do not
-                belong to the present choice.
-        """
+        """Note that a batch was returned; may change what is wanted."""
+        # Seconds since the batch before: of the program, and of `next()` without waiting; of waiting in it;
+        # of waiting for tasks, summed over the workers. None if they are not of the present choice.
         self.batches = min(self.batches + 1, MOST_BATCHES)
         if measured is not None and not self.settled:
             self._period.append(measured)

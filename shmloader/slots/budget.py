@@ -87,10 +87,7 @@ class Budget:
     def adapt(
         self, nbytes: int, recent: Iterable[int], tasks: int, used_nbytes: int, reserved_nbytes: int
     ) -> None:
-        """Adapt to the last of the recent batches: larger than a typical one, or small.
-
-        The slots have ``reserved_nbytes`` of the host's memory.
-        """
+        """Adapt to the last of the recent batches: larger than a typical one, or small."""
         self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
         if self._small_batches % (RECENT // 4):
             return

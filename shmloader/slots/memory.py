@@ -40,10 +40,7 @@ class SlotMemory:
         self.window = budget.most_tasks  # tasks that may be sent and not returned; more after `widen`
 
     def reserve(self, place: Place, nbytes: int) -> Extent:
-        """Make a granted slot at least ``nbytes`` large and map it (for a long index batch).
-
-        Raises `SharedMemoryExhausted` if the host cannot give that much.
-        """
+        """Make a granted slot at least ``nbytes`` large, if the host can give that, and map it."""
         if nbytes > place.nbytes:
             nbytes = self.segment.reserve(place.number, place.nbytes, nbytes)
             self.committed_nbytes += place.resize(nbytes, max(nbytes, place.limit_nbytes))

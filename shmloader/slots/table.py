@@ -225,10 +225,7 @@ class PlaceTable(SlotMemory):
         return place
 
     def add_piece(self, seq: int, slot_nbytes: int, total_nbytes: int, piece_nbytes: int) -> None:
-        """Copy a piece of a batch larger than its slot out of the slot's start, into private memory.
-
-        Its worker waits, and writes the next piece afterwards.
-        """
+        """Copy a piece of a batch larger than its slot into private memory; its worker waits meanwhile."""
         place = self.unreturned.get(seq) or self.void[seq]
         if not place.void:
             place.resize(slot_nbytes, place.limit_nbytes)
@@ -290,10 +287,7 @@ class PlaceTable(SlotMemory):
         place.drop_pieces(void=True)
 
     def hand_over(self, worker_id: int) -> list[Place]:
-        """The places that a new worker has to make, in place of one that has ended; the slots stay theirs.
-
-        Those of void tasks become free.
-        """
+        """The places that a new worker has to make in another's place; those of void tasks become free."""
         void = [place for place in self.void.values() if place.worker_id == worker_id]
         held = self.making(worker_id)
         for place in (*void, *held):

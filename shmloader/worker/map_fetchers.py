@@ -189,11 +189,8 @@ class _TolerantMapFetcher(_MapFetcher):
 
 
 def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple[list[Any], list[Any]]:
-    """The good samples and their indices; with ``replace``, a copy of the next good one for each bad one.
-
-    After the last good one comes the first again. It is a copy, because a collate function may change
-    samples.
-    """
+    """The good samples and their indices; with ``replace``, copies in place of the bad ones."""
+    # The next good one stands for a bad one; after the last one comes the first again.
     places = good = [place for place, sample in enumerate(samples) if sample is not _BAD]
     if replace and good:
         places = [good[bisect.bisect_left(good, place) % len(good)] for place in range(len(samples))]
@@ -201,6 +198,7 @@ def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple
     if len(taken) > len(good):
         for place, sample in enumerate(samples):
             if sample is _BAD:
-                with contextlib.suppress(Exception):  # without a copy the same object is there twice
+                # A collate function may change samples; without a copy the same object is there twice.
+                with contextlib.suppress(Exception):
                     taken[place] = copy.deepcopy(taken[place])
     return taken, [indices[place] for place in places]

@@ -136,10 +136,7 @@ class Generators:
 
 
 class SampleSeeds:
-    """Seeds this worker's generators for one sample after the other (``seed_per_sample``).
-
-    In a thread, ``get_worker_info().rng`` alone: the global generators belong to the program.
-    """
+    """Seeds this worker's generators for one sample after the other; in a thread, not the global ones."""
 
     def __init__(self, generators: Generators, base_seed: int, *, in_thread: bool) -> None:
         self._generators = generators

@@ -18,10 +18,7 @@ __all__ = ["Worker", "Workers", "start_workers"]
 
 
 def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:
-    """Start the workers for a loader's settings, which some frameworks set late.
-
-    Raises `ValueError` if workers of this kind do not support the arguments.
-    """
+    """Start the workers; settings that these do not support, which some frameworks set late, are errors."""
     check_workers(settings, settings.dataset, settings.multiprocessing_context)
     if settings.worker_type == THREAD:
         return ThreadWorkers(make_arguments, settings.num_workers)

@@ -46,10 +46,7 @@ def begin_fork_server() -> None:
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
-    """Start a worker's process with the result of `SpawnPayload.for_worker` and its ends of its pipes.
-
-    Raises `WorkerDied` if it ended during its start.
-    """
+    """Start a process with the result of `SpawnPayload.for_worker`; `WorkerDied` if it ends at its start."""
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)

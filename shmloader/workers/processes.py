@@ -92,11 +92,7 @@ class ProcessWorker:
         return records
 
     def has_begun(self, unanswered: int) -> bool:
-        """Whether it has taken a task yet, so that its end or silence may be due to an index batch.
-
-        The pipe shows it, also after the worker's death: until then all its ``unanswered`` tasks are in the
-        pipe.
-        """
+        """Whether it has taken a task yet: until then all its ``unanswered`` tasks are in the pipe."""
         if self.heard:
             return True
         import fcntl  # neither of them on Windows
