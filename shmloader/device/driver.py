@@ -105,11 +105,11 @@ class CudaDriver:
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
-        waiting, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        library = ctypes.CDLL(path)
         self._calls: dict[str, Any] = {}
         for name, arguments in SIGNATURES.items():
-            function = self._calls[name] = getattr(waiting if name in _MAY_WAIT else quick, name)
-            function.argtypes, function.restype = arguments, c_int
+            kind = ctypes.CFUNCTYPE if name in _MAY_WAIT else ctypes.PYFUNCTYPE
+            self._calls[name] = kind(c_int, *arguments)((name, library))
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
         self._events: dict[int, list[Event]] = {}

@@ -134,11 +134,7 @@ class Scheduler:
     """Sends tasks for one iterator, epoch after epoch."""
 
     def __init__(
-        self,
-        settings: Settings,
-        exchange: Exchange,
-        auto: Auto | None,
-        next_epoch: NextEpoch | None = None,
+        self, settings: Settings, exchange: Exchange, auto: Auto | None, next_epoch: NextEpoch | None = None
     ) -> None:
         # The policy of dynamic dispatch; None with static dispatch.
         self.free_workers: FreeWorkers | None = None
