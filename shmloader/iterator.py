@@ -399,7 +399,7 @@ class SlotIterator(torch_private.OwnOrder):
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
-        self._all_workers.closed_because = self._all_workers.closed_because or because
+        self._all_workers.close_for(because)
         if self._all_workers.workers:
             self._all_workers.interrupt()
             self._lifecycle.await_others()

@@ -199,10 +199,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def open_files() -> tuple[int | None, int | None]:
-    """Descriptors that are open now, and the most there may be (``ulimit -n``).
-
-    None if the number cannot be counted, and for no limit.
-    """
+    """Descriptors that are open now, if they can be counted, and the most there may be (``ulimit -n``)."""
     used: int | None = None
     with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted

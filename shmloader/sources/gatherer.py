@@ -40,10 +40,7 @@ _CHANGED_COLLATE = (
 
 
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
-    """The source for a dataset.
-
-    Raises `NotGathered` if its batches are made sample by sample, with the reason.
-    """
+    """The source for a dataset; `NotGathered`, with the reason, if it has none."""
     if has_getbatch(dataset):
         return Source(dataset.__getbatch__, users_code=True)
     if type(dataset) in OWN_METHODS:
