@@ -55,10 +55,9 @@ _ITERATOR_ATTRIBUTES = (
 ).split()
 """Attributes of `BaseIterator` that shmloader's iterators read or replace."""
 
-# BaseIterator is the base of torch's iterators. It is subclassed because Lightning recognises live iterators
-# by it when it pickles checkpoints, and because its __init__ and _reset fix the order of calls to the sampler
-# and of draws from the generator, which must stay identical to torch's. SingleProcessIterator is torch's
-# iterator without workers; frameworks and users may look for its type.
+# BaseIterator is subclassed because Lightning recognises live iterators by it when it pickles checkpoints,
+# and because its __init__ and _reset fix the order of calls to the sampler and of draws from the generator,
+# which must stay torch's. Frameworks and users may look for the type SingleProcessIterator.
 if TYPE_CHECKING:
     from torch.utils.data import dataloader
 
@@ -177,9 +176,8 @@ _JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, byt
 def collate_map_is_pristine() -> bool:
     """Whether ``default_collate`` joins samples of the types that shmloader knows as torch 2.13 does.
 
-    False if an entry for one of these types is not torch's, nor one of `SAME_AS_TORCHS`. An entry for a
-    further type does not count, unless it would be used for one of these types. The program may change the
-    map at any time.
+    The program may change the map at any time. An entry for a further type does not count, unless it would be
+    used for one of these types.
     """
     global _pristine  # noqa: PLW0603 - there is one map
     if collate_fn_map == _pristine:
@@ -202,12 +200,9 @@ def _is_torchs(function: object) -> bool:
 
 
 def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
-    """Whether a further key of torch's map is for a type that shmloader joins itself.
-
-    A program's key may also be for a class of records or of numbers that stores are made of.
-    """
+    """Whether a further key of torch's map is for a type that shmloader joins itself."""
     kinds = key if isinstance(key, tuple) else (key,)
-    also = () if by_torch else (np.generic, tuple, list, Mapping)
+    also = () if by_torch else (np.generic, tuple, list, Mapping)  # stores have records of such classes
     try:
         return any(
             issubclass(kind, also) or any(issubclass(known, kind) for known in _JOINED_HERE) for kind in kinds
@@ -217,24 +212,17 @@ def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
 
 
 def _check_collation() -> None:
-    """Note whether torch's functions give other dtypes or shapes than they did in torch 2.13."""
+    """Note whether torch's functions give other dtypes than they did in torch 2.13."""
     if not collate_fn_map or not all(map(_is_torchs, collate_fn_map.values())):
         return
-    known: list[tuple[Any, torch.dtype, tuple[int, ...]]] = [
-        (torch.zeros(1, dtype=torch.int8), torch.int8, (2, 1)),
-        (np.zeros(3, np.int16), torch.int16, (2, 3)),
-        (0.5, torch.float64, (2,)),
-        (1, torch.int64, (2,)),
-    ]
-    for sample, *expected in known:
-        try:
-            joined = torch.utils.data.default_collate([sample] * 2)
-            found = [joined.dtype, tuple(joined.shape)]
-        except Exception as error:  # noqa: BLE001 - functions of an unknown torch
-            found = [error]
-        if found != expected:
-            kind = type(sample).__name__
-            _missing.append(f"default_collate makes {found} of two of {kind}, not {expected}")
+    samples = [torch.zeros(1, dtype=torch.int8), np.zeros(3, np.int16), 0.5, 1]
+    expected = [torch.int8, torch.int16, torch.float64, torch.int64]
+    try:
+        found: Any = [torch.utils.data.default_collate([sample] * 2).dtype for sample in samples]
+    except Exception as error:  # noqa: BLE001 - functions of an unknown torch
+        found = error
+    if found != expected:
+        _missing.append(f"default_collate makes {found!r} of two of {samples}, not {expected}")
 
 
 with torch.device("cpu"):  # whatever the program's default device is
@@ -376,9 +364,8 @@ def show_worker_info(info: Any) -> None:
 def _have_worker_info_in_threads() -> Any:
     """Make ``get_worker_info()`` prefer the calling thread's worker info, as it does in torch 2.14.
 
-    Programs hold the function itself (``from torch.utils.data import get_worker_info``), and it reads a
-    global name of its module. In an older torch its code is replaced, for good: in threads without a worker
-    info it answers as before.
+    Programs hold the function itself, so in an older torch its code is replaced, for good: in threads without
+    a worker info it answers as before.
     """
     with _installing:
         names = vars(importlib.import_module(_WORKER))
@@ -431,8 +418,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def never_compiled(function: _Function) -> _Function:
     """Keep a function, and all that it calls, out of ``torch.compile``: it runs as it is written.
 
-    The compiler leaves torch's own loader alone, by the name of its file. ``torch.compiler.disable`` is
-    public, but imports the compiler, which takes seconds. A torch without this setting compiles the function.
+    ``torch.compiler.disable`` is public, but imports the compiler, which takes seconds. A torch without this
+    setting compiles the function.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is not traced as a part of its caller
     core: Any = torch._C
@@ -444,10 +431,9 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def use_one_core_in_this_thread() -> None:
-    """Let torch's operations in the calling thread use no further threads, as ``set_num_threads(1)`` would.
+    """Let torch's operations in the calling thread use no further threads, where torch uses OpenMP.
 
-    That function would also change the number that later threads of the program begin with. OpenMP's own
-    setting holds for the calling thread only. Where torch does not use OpenMP, nothing happens.
+    ``set_num_threads(1)`` would also change the number that later threads of the program begin with.
     """
     torch.get_num_threads()  # settles this thread's number, which torch would otherwise do later
     try:
