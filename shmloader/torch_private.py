@@ -1,8 +1,7 @@
 """Private and movable names of torch: the only module that uses them.
 
-torch offers these in no public way. They were written against torch 2.13; `make test-matrix` tries 2.6
-and 2.14 too. Where another torch lacks a name that loading needs, loaders load torch's own way
-(`torch_fallback`), with `why_missing` as the reason. All else in shmloader uses torch's public interface.
+They were written against torch 2.13; `make test-matrix` tries 2.6 and 2.14 too. Where another torch lacks a
+name that loading needs, loaders load torch's own way (`torch_fallback`), with `why_missing` as the reason.
 """
 
 from __future__ import annotations
@@ -130,20 +129,14 @@ def drop_iterator(loader: Any) -> None:
 _find_for_datapipes = functools.partial(_find, reasons=_missing_for_datapipes)
 _GRAPH_SETTINGS = "torch.utils.data.graph_settings"
 
+# These two shard torch's DataPipes over ranks and workers; the first then runs the user's ``worker_init_fn``.
 sharding_worker_init_fn = _find_for_datapipes(_DATALOADER, "_sharding_worker_init_fn")
-"""Shards torch's DataPipes over ranks and workers before the user's ``worker_init_fn`` runs."""
-
 apply_sharding = _find_for_datapipes(_GRAPH_SETTINGS, "apply_sharding")
-"""Does the same without workers."""
-
 _share_dist_seed = _find_for_datapipes(_DATALOADER, "_share_dist_seed")
 _apply_random_seed = _find_for_datapipes(_GRAPH_SETTINGS, "apply_random_seed")
 
-DATAPIPES: tuple[type, ...] = tuple(
-    getattr(torch.utils.data, name)
-    for name in ("IterDataPipe", "MapDataPipe")
-    if hasattr(torch.utils.data, name)
-)
+_PIPES = ("IterDataPipe", "MapDataPipe")
+DATAPIPES = tuple(vars(torch.utils.data)[name] for name in _PIPES if name in vars(torch.utils.data))
 """torch's classes of DataPipes, for ``isinstance``; empty in a torch without them."""
 
 
@@ -159,8 +152,8 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
 _COLLATE = "torch.utils.data._utils.collate"
 
 collate_fn_map: dict[Any, Callable[..., Any]] = _find(_COLLATE, "default_collate_fn_map", {})
-"""The map that torch's ``default_collate`` reads at each call (public, but in a private package). Workers
-change it so that a user's ``collate_fn`` built on ``default_collate`` collates into the slot too."""
+"""The map that torch's ``default_collate`` reads at each call. Workers change it so that a user's
+``collate_fn`` built on ``default_collate`` collates into the slot too."""
 
 collate_tensor_fn = _find(_COLLATE, "collate_tensor_fn")
 
@@ -233,17 +226,12 @@ with torch.device("cpu"):  # whatever the program's default device is
 
 NN_FUNCTIONS: Any = getattr(torch._C, "_nn", None)
 """The module that has ``pad_sequence`` for torch's function of that name, which programs import by name."""
-
 NEW_SHARED = "_new_shared"
 """The method of ``UntypedStorage`` with which older versions of torch's default collate made their output."""
 
 
 def is_intercepted(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call of torch with these arguments goes to more than torch's own function on the CPU.
-
-    Such are tensor subclasses, modes, transforms, tracing, autocast and inference mode. A torch that lacks a
-    name: always.
-    """
+    """Whether a call of torch goes to more than torch's own function: to a subclass, a mode, a tracer."""
     core: Any = torch._C
     parts = arguments[0] if arguments and type(arguments[0]) in (list, tuple) else arguments
     numbers = parts and type(parts[0]) in (int, float)  # perhaps thousands
@@ -258,7 +246,7 @@ def is_intercepted(arguments: tuple[Any, ...]) -> bool:
             or core._get_tracing_state()
             or torch.compiler.is_compiling()
         )
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError):  # a torch that lacks a name
         return True
 
 
@@ -277,11 +265,7 @@ def before_compiling(call: Callable[[], None]) -> None:
 
 
 def move_to_private_memory(storage: Any) -> bool:
-    """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
-
-    Returns:
-        False if this torch cannot.
-    """
+    """Move a storage to memory that torch can resize, and its tensors with it; False if this torch cannot."""
     private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
     try:
         storage._swap_data_ptr_(private)
@@ -405,10 +389,7 @@ def default_store() -> Any:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs.
-
-    The deprecated ``torch.autograd.profiler_legacy`` does not set this flag. Without it, the answer is yes.
-    """
+    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs."""
     return getattr(profiler, "_is_profiler_enabled", True)
 
 
