@@ -1,7 +1,4 @@
-"""One pass over a loader without workers: torch's single-process loading, with our fetcher.
-
-If a sample raises, the fetcher continues if ``on_error`` says so. Otherwise a note names the sample.
-"""
+"""One pass over a loader without workers: torch's single-process loading, with our fetcher."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):
-    """Iterates over a loader with ``num_workers=0``, in the main process.
-
-    Raises:
-        AssertionError: If the loader has a timeout, as torch has it.
-    """
+    """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.

@@ -54,11 +54,8 @@ _END_S = 5.0  # longer than the interpreter takes to end
 class SlotIterator(torch_private.OwnOrder):
     """Iterates over a loader whose workers collate into slots.
 
-    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed. It
-    starts no other thread. Several threads may call ``next()``: each batch comes to one of them.
-
-    Attributes:
-        table: The places, for statistics.
+    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed.
+    Several threads may call ``next()``: each batch comes to one of them. `table` has the places.
     """
 
     def __init__(
@@ -275,7 +272,7 @@ class SlotIterator(torch_private.OwnOrder):
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
             if self._copies is not None:
                 self._copies.measure(processes, batch_nbytes)
-            self._note_end()
+            self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
             if self._copies is not None:
@@ -297,9 +294,6 @@ class SlotIterator(torch_private.OwnOrder):
             exchange.receive(place.worker_id)
         while exchange.ended_streams:
             scheduler.drop_out(exchange.ended_streams.pop())
-
-    def _note_end(self) -> None:
-        self._progress.end(self._scheduler.states_before_early)
 
     def _return(self, place: Place) -> Any:
         """The batch of a place where it has arrived, or ``LEFT_OUT``; raises the exception in its place."""
@@ -335,7 +329,7 @@ class SlotIterator(torch_private.OwnOrder):
         except Exception as error:
             self._take(position, worker_id, report)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
-                self._note_end()
+                self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1

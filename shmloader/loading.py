@@ -42,14 +42,9 @@ class Loading:
 
     Attributes:
         loader: Returns the loader.
-        counters: Its counters.
-        iterators: Its live iterators.
+        iterators: Those that live.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
-        states: Its states.
-        owners: The datasets whose ``set_epoch()`` it calls; None before they are looked for, once for each
-            iterator.
-        advised: Whether it was looked for datasets that are not told of epochs.
     """
 
     loader: Callable[[], Any]
@@ -58,25 +53,21 @@ class Loading:
     auto: Auto | None = None
     closes: int = 0
     states: States = field(default_factory=States)
-    owners: list[Any] | None = None
-    advised: bool = False
+    owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
+    advised: bool = False  # whether it was looked for datasets that are not told of epochs
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
         return types.NoneType, ()
 
     def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
-        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
-
-        The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
-        loaded, which has a base seed of its own.
-        """
+        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left."""
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
-            else:
+            else:  # the state has a base seed of its own
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
@@ -194,7 +185,7 @@ class Loading:
         return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
 
     def state_after_epoch(self, epoch: int) -> State:
-        """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        """See `States.state_after_epoch`."""
         loader = self.loader()
         return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
 
@@ -233,7 +224,6 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
 
 def _loaded_state(loader: Any) -> State | None:
-    """The state that the next ``iter(loader)`` continues from, or None."""
     state: State | None = vars(loader).get(_LOADED)
     return state
 
@@ -266,8 +256,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    It belongs to one object: frameworks copy ``__dict__`` from loader to loader, and a copy must not close
-    the original's iterators.
+    Frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's iterators.
     """
     try:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()

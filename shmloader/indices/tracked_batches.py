@@ -46,10 +46,7 @@ def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False)
 
 
 class TrackedBatches(Iterator[Any]):
-    """Index batches of one epoch, from batch ``begin`` on.
-
-    If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
-    once they are iterated over.
+    """Index batches of one epoch, from batch ``begin`` on, where the sampler's own ``state`` was loaded.
 
     In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
     """
