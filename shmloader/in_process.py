@@ -93,7 +93,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 self._progress.end()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
-            self._note_taken()
+            self._note_taken(returned=batch is not LEFT_OUT)
             if batch is not LEFT_OUT:
                 break
         if self._pins and not captured:
@@ -129,7 +129,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         except BaseException as error:
             self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
-                self._note_taken()
+                self._note_taken(returned=False)
             self._counters.failures += 1
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
@@ -139,10 +139,10 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._report = batch.stream
         return self._counters.of(ReportCounts).take(batch, self._counters.batches)
 
-    def _note_taken(self) -> None:
+    def _note_taken(self, *, returned: bool) -> None:
         if self._stream is not None:
-            self._stream.take(self._progress, 0, self._report)
+            self._stream.take(self._progress, 0, self._report, returned=returned)
         else:  # with this one, those before it whose calls were interrupted
             for position in range(self._progress.taken, self._position + 1):
                 if position not in self._behind:
-                    self._progress.take(position)
+                    self._progress.take(position, returned=returned and position == self._position)

@@ -308,7 +308,7 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             self._scheduler.send_more()
         except Exception:  # the sampler's own is in the batch's place, as in torch
-            self._take(position, worker_id, report)
+            self._pass_over(position, worker_id, report)
             raise
         try:
             if delivery is not None:
@@ -322,12 +322,12 @@ class SlotIterator(torch_private.OwnOrder):
                     self._counters.failures += 1
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
-                    self._take(position, worker_id, report)
+                    self._pass_over(position, worker_id, report)
                     return batch
             if delivery is not None and finish_copy is None:
                 batch = delivery.deliver(batch, place)
         except Exception as error:
-            self._take(position, worker_id, report)  # the next call continues after it
+            self._pass_over(position, worker_id, report)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
                 self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
@@ -336,15 +336,15 @@ class SlotIterator(torch_private.OwnOrder):
         if self._stream is None:
             self._progress.take(position)
         else:
-            self._take(position, worker_id, report)
+            self._stream.take(self._progress, worker_id, report, returned=True)
         return batch
 
-    def _take(self, position: int, worker_id: int, report: StreamReport | None) -> None:
-        """Note that the program has a batch, or the exception in its place."""
+    def _pass_over(self, position: int, worker_id: int, report: StreamReport | None) -> None:
+        """Note that a batch is left out, or that the program has the exception in its place."""
         if self._stream is None:
-            self._progress.take(position)
+            self._progress.take(position, returned=False)
         else:
-            self._stream.take(self._progress, worker_id, report)
+            self._stream.take(self._progress, worker_id, report, returned=False)
 
     def _warn(self) -> None:
         """Give the table's warning; no batch is lost if the program's filters make it an error."""

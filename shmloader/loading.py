@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,14 +175,29 @@ class Loading:
                 UserWarning,
             )
 
-    def state_dict(self) -> State:
+    def state_dict(self, taken: int | None = None) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
         loader = self.loader()
-        if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
+        if _LOADED not in vars(loader) and (counted := self.states.counted(taken)) is not None:
             return counted
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
-        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
+        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
+
+    def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """What a look-ahead gives, followed by the loader's state; see `DataLoader.follow`."""
+        from shmloader.resume.following import Followed
+
+        return Followed(self.states, batches, self.explain_reader)
+
+    def explain_reader(self) -> None:
+        """Raise the error for a reader that has got no batch of this loader; torch's way has no states."""
+        if not self.counters.torchs_way:
+            dataset = type(self.loader().dataset).__qualname__
+            raise ResumeError(
+                f"follow() was given batches of another loader than this one of {dataset}, which has begun "
+                "no epoch. If a framework has built another loader from it, call follow() of that one."
+            )
 
     def state_after_epoch(self, epoch: int) -> State:
         """See `States.state_after_epoch`."""
