@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts, warn_of_bad_samples
-from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.samplers import generator_states, states_if_drawn
 from shmloader.resume import Pass
 from shmloader.statistics import Counters
@@ -57,7 +57,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
-        sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
+        sampler = self._index_sampler
+        sampler_iter = index_runs(sampler) or index_arrays(sampler) or self._sampler_iter
         self._sampler_iter, self._progress = one_pass.begin(sampler_iter, drawn, seeds)
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
@@ -142,6 +143,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     def _note_taken(self, *, returned: bool) -> None:
         if self._stream is not None:
             self._stream.take(self._progress, 0, self._report, returned=returned)
+        elif self._progress.done == self._position:
+            self._progress.take(self._position, returned=returned)
         else:  # with this one, those before it whose calls were interrupted
             for position in range(self._progress.taken, self._position + 1):
                 if position not in self._behind:

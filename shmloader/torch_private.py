@@ -264,14 +264,18 @@ def before_compiling(call: Callable[[], None]) -> None:
         _before_compiling.append(call)
 
 
-def move_to_private_memory(storage: Any) -> bool:
-    """Move a storage to memory that torch can resize, and its tensors with it; False if this torch cannot."""
+def move_to_private_memory(storage: Any) -> Any:
+    """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
+
+    Returns:
+        A storage that owns the former memory; None if this torch cannot move it.
+    """
     private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
     try:
         storage._swap_data_ptr_(private)
     except AttributeError:
-        return False
-    return True
+        return None
+    return private
 
 
 # --- which worker this is

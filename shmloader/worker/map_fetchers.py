@@ -26,7 +26,7 @@ from shmloader.failures.bad_samples import (
 )
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.failures.mismatches import explain_collation
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
@@ -109,7 +109,7 @@ class _MapFetcher(Fetcher):
 
 def _unpacked(index_batch: Any) -> Any:
     """The index batch as the sampler gave it."""
-    return index_batch.tolist() if type(index_batch) is PackedInts else index_batch
+    return index_batch.tolist() if type(index_batch) in (PackedInts, Run) else index_batch
 
 
 def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
