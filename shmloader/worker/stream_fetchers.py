@@ -105,6 +105,8 @@ class _StreamFetcher(Fetcher):
         super().__init__()
         self.stream = stream
         self._rules = rules
+        probe = rules.probe
+        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
         self.drawn, self.raised = cursor.drawn, cursor.raised
         self.ended = False
 
@@ -119,7 +121,7 @@ class _StreamFetcher(Fetcher):
 
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
         try:
-            return self._rules.collate_fn(samples if self._rules.auto_collation else samples[0])
+            return self._collate_fn(samples if self._rules.auto_collation else samples[0])
         except Exception as error:
             explain_collation(error, samples, positions, of_stream=True)
             raise
