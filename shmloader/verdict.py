@@ -20,7 +20,7 @@ _FULL = 0.8  # of the usable cores: more workers would only share them
 _DELAYED = 0.3  # of the workers' time
 _FOREIGN = 0.3  # of the usable cores
 _SLOWER = 2.0  # times as long as the other workers need
-_SAMPLE = 0.3  # of the time of fetching
+_SAMPLE = 0.3  # of the workers' time
 _WRITING = 0.35  # of a worker's time for a batch
 _BUSY = 0.75  # of the time: such workers have no more to give
 _AS_QUICK = 20  # bytes are copied in the time in which one is pickled
@@ -184,9 +184,9 @@ def _main_process(e: Evidence) -> Verdict | None:
         copied = f", and {e.spills:,} batches were copied to private memory" if e.spills else ""
         return Verdict(
             Cause.HELD,
-            f"The program holds {e.held} batches in {e.slots} slots{copied}: slots are not used again until "
-            "the last view of their batch is gone. Keep what you need of a batch as a copy "
-            "(tensor.clone(), .item()), and del the rest.",
+            f"The program holds {e.held} batches{f' in {e.slots} slots' if e.slots else ''}{copied}: a slot "
+            "is not used again until the last view of its batch is gone. Keep what you need of a batch as a "
+            "copy (tensor.clone(), .item()), and del the rest.",
         )
     most_s = max(e.wait_s, sampler_s, next_s)
     if most_s < _LEAST_WAIT * e.total_s:
@@ -247,7 +247,7 @@ def _lack_of_cores(e: Evidence) -> Verdict | None:
         )
     if p is not None and delayed and e.foreign_cores >= _FOREIGN * e.usable_cores:
         # Would these workers keep up if they had had a core whenever they were ready?
-        alone_s = (e.made_s - p.delay_s) / e.num_workers
+        alone_s = max(p.cpu_s, e.made_s - p.delay_s) / e.num_workers
         if alone_s <= p.step_s + p.sampler_s + p.next_s:
             return Verdict(
                 Cause.FOREIGN,
@@ -268,11 +268,11 @@ def _lack_of_cores(e: Evidence) -> Verdict | None:
 
 def _one_slow(e: Evidence) -> Verdict | None:
     p = e.profiled
-    if p is not None and p.excess_s >= _SAMPLE * p.fetch_s:
+    if p is not None and p.excess_s >= _SAMPLE * e.made_s:
         return Verdict(
             Cause.SLOW_SAMPLE,
             f"One slow sample is the bottleneck: {p.slow_sample}, and such samples took "
-            f"{share_of(p.excess_s, p.fetch_s)} of fetching; {e.waited}. Look at that sample; "
+            f"{share_of(p.excess_s, e.made_s)} of the workers' time; {e.waited}. Look at that sample; "
             'dispatch="dynamic" lets the other workers go on meanwhile.',
         )
     if p is not None and p.slow_worker is not None and p.slow_worker[1] >= _SLOWER:

@@ -12,6 +12,8 @@ from shmloader.wire.records import pack_batch_times
 
 _BLOCK_NS = 20_000  # samples that are quicker are timed in blocks of about so many nanoseconds
 _MOST_IN_BLOCK = 1 << 15
+_OUTLIER = 8  # times as long as the others
+_CLOCK_NS = 300  # that it takes to time a block
 _READ_NS = 1_000_000  # how often the scheduler is asked: it takes 3 µs; the sums stay right
 _MOST_NBYTES = (1 << 32) - 1
 
@@ -30,6 +32,7 @@ class BatchProbe:
         self._received_ns = self._made_ns = self._collate_ns = self._copied_nbytes = 0
         self._slowest = 0, 0, 0  # nanoseconds, place in the index batch, number of samples
         self._block = 1
+        self._spare_ns = 0  # to be spent on timing quick samples one by one
         self._schedstat_fd = -1
         self._schedule_ns = 0, 0
         self._read_ns = 0  # when that was
@@ -45,7 +48,7 @@ class BatchProbe:
             if type(indices) is not list:  # others may not be cut
                 return fetch(dataset, indices)
             samples: list[Any] = []
-            size, slowest = self._block, self._slowest
+            size, slowest = self._block_of(len(indices)), self._slowest
             began_ns = then_ns = time.perf_counter_ns()
             for begin in range(0, len(indices), size):
                 samples += fetch(dataset, indices[begin : begin + size])
@@ -56,9 +59,18 @@ class BatchProbe:
             self._slowest = slowest
             usual_ns = (then_ns - began_ns - slowest[0]) // max(1, len(indices) - slowest[2]) or 1
             self._block = max(1, min(_MOST_IN_BLOCK, _BLOCK_NS // usual_ns))
+            if size > 1 and slowest[0] > _OUTLIER * usual_ns * slowest[2]:
+                self._spare_ns += slowest[0] // 32  # of what it took, to find the next one exactly
             return samples
 
         return timed
+
+    def _block_of(self, samples: int) -> int:
+        """The samples of a block, of a batch of so many: four blocks at least, so that outliers show."""
+        if self._spare_ns >= samples * _CLOCK_NS:
+            self._spare_ns -= samples * _CLOCK_NS
+            return 1
+        return max(1, min(self._block, samples // 4))
 
     def around_collate(self, collate_fn: _Collate) -> _Collate:
         """A function like ``collate_fn`` that is timed."""
@@ -77,7 +89,7 @@ class BatchProbe:
         self._received_ns, self._copied_nbytes = received_ns, copied_nbytes
         self._made_ns = self._collate_ns = 0
         self._slowest = 0, 0, 0
-        if not self._read_ns:
+        if received_ns - self._read_ns > _READ_NS:  # what it did while it waited does not count
             self._scheduled_ns(received_ns)
 
     def note_made(self) -> None:

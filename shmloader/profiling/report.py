@@ -81,7 +81,7 @@ class ProfileReport:
             total_s=total_s,
             wait_s=sums["wait"],
             made_s=sums["fetch"] + sums["collate"] + sums["write"],
-            held=int(median([one.held for one in returned] or [0])),
+            held=max((one.held for one in returned), default=0),
             profiled=_profiled(sums, made, by_worker, slowest),
         )
         return cls(
