@@ -22,6 +22,7 @@ from shmloader.profiling import ProfileReport
 from shmloader.verdict import Cause
 
 BATCH_SIZE = 8
+LARGE = np.ones(20_000_000, np.uint8)
 OBJECTS = [{"id": number, "text": str(number)} for number in range(5_000)]
 
 

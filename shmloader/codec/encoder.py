@@ -18,16 +18,11 @@ from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
 
 
 class Encoded(NamedTuple):
-    """A batch after encoding.
+    """A batch after encoding."""
 
-    Attributes:
-        header_begin: Bytes from the slot's start to the header.
-        header_end: Bytes from the slot's start to its end.
-        spilled: The whole batch in private memory if it did not fit in the slot, else None.
-    """
-
-    header_begin: int
-    header_end: int
+    header_begin: int  # bytes from the slot's start to the header
+    header_end: int  # bytes from the slot's start to its end
+    # The whole batch in private memory if it did not fit in the slot, else None.
     spilled: np.ndarray[Any, np.dtype[np.uint8]] | None
 
 
@@ -43,9 +38,6 @@ class _BatchPickler(ForkingPickler):
     As torch's transport does, it knows the reducers that torch (for sparse and nested tensors, and those of
     other devices) and programs register with ``multiprocessing``. Buffers are left out of the pickle, each
     with a call of ``leave_out``.
-
-    Attributes:
-        written: The pickle.
     """
 
     def __init__(self, add: Add, leave_out: Callable[[PickleBuffer], None]) -> None:
@@ -67,17 +59,10 @@ _MOST_KNOWN = 256  # headers
 
 
 class _Known(NamedTuple):
-    """A header that comes again with the same placeholders in the same container: all that it depends on.
+    """A header that comes again with the same placeholders in the same container: all that it depends on."""
 
-    Attributes:
-        kind: ``dict``, ``list`` or ``tuple``.
-        names: The keys of a dict, which are strings.
-        placeholders: The values.
-        header: The header.
-    """
-
-    kind: type
-    names: list[str]
+    kind: type  # ``dict``, ``list`` or ``tuple``
+    names: list[str]  # the keys of a dict, which are strings
     placeholders: list[PickleBuffer]
     header: bytes
 

@@ -40,20 +40,14 @@ def make_placeholder() -> pickle.PickleBuffer:
 
 
 class Output(NamedTuple):
-    """A leaf that collation writes in its slot, and that no user code sees.
+    """A leaf that collation writes in its slot, and that no user code sees."""
 
-    Attributes:
-        tensor: Over the leaf's memory.
-        rows: An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
-            ``numpy.concatenate`` of the samples gives.
-        placeholder: Stands for the leaf in the batch that is given to the encoder.
-        end: Where the next leaf begins.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # over the leaf's memory
+    # An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
+    # ``numpy.concatenate`` of the samples gives.
     rows: np.ndarray[Any, Any]
-    placeholder: pickle.PickleBuffer
-    end: int
+    placeholder: pickle.PickleBuffer  # stands for the leaf in the batch that is given to the encoder
+    end: int  # where the next leaf begins
 
 
 _MOST_OUTPUTS = 1024
@@ -132,8 +126,7 @@ class SlotAllocator:
     def read(self, nbytes: int) -> bytes:
         """The first bytes of the slot, before anything is allocated (a long index batch).
 
-        Raises:
-            SharedMemoryExhausted: If this process could not map that much.
+        Raises `SharedMemoryExhausted` if this process could not map that much.
         """
         if nbytes > self.nbytes:
             raise SharedMemoryExhausted(
@@ -229,13 +222,9 @@ class SlotAllocator:
     def ensure(self, nbytes: int) -> bool:
         """Grow the slot to hold ``nbytes``, keeping what was written.
 
-        Returns:
-            False if that exceeds the task's limit, the host's memory or this process's address space: then
-            the batch is spilled.
-
-        Raises:
-            SharedMemoryExhausted: If spilling, which takes more memory, would make the kernel kill a process.
-                At most once in a task.
+        Returns False if that exceeds the task's limit, the host's memory or this process's address space:
+        then the batch is spilled. Raises `SharedMemoryExhausted` if spilling, which takes more memory, would
+        make the kernel kill a process. At most once in a task.
         """
         if nbytes <= self.nbytes:
             return True

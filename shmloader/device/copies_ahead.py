@@ -47,18 +47,12 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Run(NamedTuple):
-    """Leaves that one copy takes to the device.
+    """Leaves that one copy takes to the device."""
 
-    Attributes:
-        begin: Bytes from the slot's start to the first.
-        nbytes: Bytes that are copied.
-        space_nbytes: Bytes that are allocated.
-        places: Their places among all leaves, with dtype, shape, strides, and offset in items.
-    """
-
-    begin: int
+    begin: int  # bytes from the slot's start to the first
     nbytes: int
-    space_nbytes: int
+    space_nbytes: int  # bytes that are allocated
+    # Their places among all leaves, with dtype, shape, strides, and offset in items.
     places: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
 
     def unpack(self, memory: torch.Tensor, leaves: list[Any]) -> None:
@@ -72,17 +66,11 @@ class Run(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The way of the leaves of batches with the same leaf table.
-
-    Attributes:
-        leaves: Number of leaves.
-        runs: Copies of tensors.
-        kept: Places of arrays and bytes, which stay where they are.
-    """
+    """The way of the leaves of batches with the same leaf table."""
 
     leaves: int
     runs: list[Run]
-    kept: list[tuple[int, Leaf]]
+    kept: list[tuple[int, Leaf]]  # places of arrays and bytes, which stay where they are
 
 
 @functools.lru_cache(_MOST_KNOWN)
@@ -148,11 +136,10 @@ class DeviceBatches:
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch out of its leased slot.
 
-        Returns:
-            A function that returns the batch, for work on the stream that is current at its call. None for a
-            batch with tensors that require grad or objects of other classes than built-in containers, which
-            move themselves; also for a batch in memory that is not page-locked, since the driver may wait for
-            the stream before it copies that.
+        Returns a function that returns the batch, for work on the stream that is current at its call. None
+        for a batch with tensors that require grad or objects of other classes than built-in containers, which
+        move themselves; also for a batch in memory that is not page-locked, since the driver may wait for the
+        stream before it copies that.
         """
         lease, extent = place.lease, place.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):

@@ -75,11 +75,7 @@ interpreter lock for each would mean waiting for it each time."""
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed.
-
-    Attributes:
-        code: Its ``CUresult``.
-    """
+    """A call of the driver failed."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

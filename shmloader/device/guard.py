@@ -92,8 +92,7 @@ class DeviceGuard(Guard):
     def record_end(self, held: Held, stream: int, device: int) -> None:
         """Let go of it when the copies that are queued on a stream now are done.
 
-        Raises:
-            DriverError: If their end cannot be known. Then all that waits for it is kept.
+        Raises `DriverError` if their end cannot be known. Then all that waits for it is kept.
         """
         try:
             held.event = self.driver.record(stream, device)

@@ -64,12 +64,6 @@ class Exchange:
         restarts: Workers that may be replaced.
         timeout_s: Seconds without any answer, after which the worker of the due batch is replaced, or
             `WorkerTimeout` raised; 0 for never.
-
-    Attributes:
-        counters: The loader's.
-        ended_streams: Workers that have reported, since this was last emptied, that their dataset is
-            exhausted.
-        joining: Workers that were added later and have sent no record yet.
     """
 
     def __init__(
@@ -79,8 +73,9 @@ class Exchange:
         self.workers = workers
         self.lifecycle = lifecycle
         self.counters = table.counters
+        # Workers that have reported, since this was last emptied, that their dataset is exhausted.
         self.ended_streams: list[int] = []
-        self.joining: set[int] = set()
+        self.joining: set[int] = set()  # workers that were added later and have sent no record yet
         self._restarts_left = restarts
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
@@ -163,8 +158,7 @@ class Exchange:
     def receive_from(self, worker_id: int) -> bool:
         """Receive one worker's records; return whether there were any. Does not sleep.
 
-        Raises:
-            WorkerDied: If it has ended and is not to be replaced; the others are stopped.
+        Raises `WorkerDied` if it has ended and is not to be replaced; the others are stopped.
         """
         worker = self.workers.workers[worker_id]
         records = worker.receive()

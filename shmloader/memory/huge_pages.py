@@ -37,10 +37,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
 
     The part begins at ``offset``, a multiple of ``HUGE_NBYTES``; ``held_nbytes`` of it are reserved already,
     and may be in use; ``nbytes`` are wanted in all. Returns whether asking for more makes sense at the
-    moment.
-
-    Raises:
-        OSError: If the system gives no memory at all.
+    moment. Raises `OSError` if the system gives no memory at all.
     """
     global _refused  # noqa: PLW0603 - an answer of this host
     begin, end = held_nbytes // HUGE_NBYTES * HUGE_NBYTES, nbytes // HUGE_NBYTES * HUGE_NBYTES

@@ -37,22 +37,17 @@ class Extent:
 
     The mapping lives as long as ``buffer`` does: arrays over it keep it alive after the segment is
     closed or has mapped the slot anew.
-
-    Attributes:
-        address: Where it starts in this process.
-        nbytes: Its length, whole pages.
-        buffer: A ctypes array over it, writable. The death of its ``owner`` unmaps the memory; an object that
-            keeps that one alive may take its place.
-        view: The same as a memoryview of bytes.
     """
 
     __slots__ = ("address", "buffer", "nbytes", "view")
 
     def __init__(self, nbytes: int, flags: int, fd: int, offset: int = 0) -> None:
         owner, self.address = map_file(nbytes, flags, fd, offset)
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # whole pages
         buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
         buffer.owner = owner  # every view leads to this array in the end
+        # Writable. The death of its ``owner`` unmaps the memory; an object that keeps that one alive may take
+        # its place.
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
 
@@ -81,10 +76,7 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
     """Take anonymous, private address space for a later mapping; returns its owner.
 
     With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 if all of it will
-    be written. The owner's death unmaps all of it.
-
-    Raises:
-        SharedMemoryExhausted: If there is not enough.
+    be written. The owner's death unmaps all of it. Raises `SharedMemoryExhausted` if there is not enough.
     """
     try:
         return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, protection)
@@ -143,8 +135,7 @@ def map_aligned(
 def make_writable(address: int, nbytes: int) -> None:
     """Allow writes to a private mapping that could only be read; they stay in this process.
 
-    Raises:
-        SharedMemoryExhausted: If the system, which may now charge for it, lacks the memory.
+    Raises `SharedMemoryExhausted` if the system, which may now charge for it, lacks the memory.
     """
     if libc.mprotect(address, nbytes, READ_WRITE) != 0:
         raise _refused(nbytes, ctypes.get_errno())
@@ -165,7 +156,6 @@ def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
     """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private.
 
-    Raises:
-        SharedMemoryExhausted: If there is no address space for it.
+    Raises `SharedMemoryExhausted` if there is no address space for it.
     """
     return Extent(whole_pages(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE, fd)

@@ -1,17 +1,17 @@
-"""The shared memory of all slots of one iterator: a memfd."""
+"""The shared memory of all slots of one iterator, a memfd; and descriptors that reach worker processes."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+from multiprocessing import reduction
 from typing import Any
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.interrupts import HeldInterrupts
-from shmloader.memory.descriptor import Descriptor
-from shmloader.memory.headroom import check_headroom, exhausted
 from shmloader.memory.huge_pages import take_huge_pages
+from shmloader.memory.limits import check_headroom, exhausted
 from shmloader.memory.mapping import Extent, whole_pages
 from shmloader.memory.platform import libc
 
@@ -19,6 +19,24 @@ SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
 
 _KEEP_SIZE_PUNCH_HOLE = 0x1 | 0x2
+
+
+class Descriptor:
+    """A file descriptor that reaches a worker under every start method.
+
+    Under fork it is inherited as it is; under spawn and forkserver ``multiprocessing`` passes it while the
+    process is being started.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _received_descriptor, (reduction.DupFd(self.fd),)
+
+
+def _received_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
 
 
 class Segment:
@@ -43,11 +61,8 @@ class Segment:
     def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
         """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
 
-        Returns:
-            Bytes (whole pages) that the slot has now.
-
-        Raises:
-            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
+        Returns the bytes (whole pages) that the slot has now. Raises `SharedMemoryExhausted` if the host
+        cannot give that much; nothing was touched.
         """
         nbytes = whole_pages(nbytes)
         more_nbytes = nbytes - held_nbytes
@@ -71,8 +86,7 @@ class Segment:
     def map(self, slot: int, nbytes: int) -> Extent:
         """Map a slot that was reserved, by this process or another one.
 
-        Raises:
-            SharedMemoryExhausted: If this process has no address space for it.
+        Raises `SharedMemoryExhausted` if this process has no address space for it.
         """
         return Extent(nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
 

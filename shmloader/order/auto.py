@@ -38,26 +38,18 @@ _CROWDED = 1.5  # workers that need so many times as long for a batch as fewer d
 
 
 class Auto:
-    """Decides for one loader, over all its epochs. Arithmetic only.
-
-    Attributes:
-        num_workers: Workers that are wanted.
-        prefetch_factor: Batches in advance per worker that are wanted.
-        given: The program's numbers of both, which are not changed; None for a number that is chosen.
-        most_workers: Most workers there may be.
-        batches: Batches returned until the choice was in effect.
-        settled: Whether no more will be wanted.
-    """
+    """Decides for one loader, over all its epochs. Arithmetic only."""
 
     def __init__(
         self, num_workers: int, prefetch_factor: int, given: list[int | None], most_workers: int
     ) -> None:
+        # The program's numbers of both, which are not changed; None for a number that is chosen.
         self.given = given
-        self.most_workers = most_workers if given[0] is None else num_workers
-        self.num_workers = min(num_workers, self.most_workers)
-        self.prefetch_factor = prefetch_factor
-        self.batches = 0
-        self.settled = False
+        self.most_workers = most_workers if given[0] is None else num_workers  # most workers there may be
+        self.num_workers = min(num_workers, self.most_workers)  # workers that are wanted
+        self.prefetch_factor = prefetch_factor  # batches in advance per worker that are wanted
+        self.batches = 0  # batches returned until the choice was in effect
+        self.settled = False  # whether no more will be wanted
         self._most_prefetch = prefetch_factor if given[1] is not None else max(prefetch_factor, MOST_PREFETCH)
         self._why = "batches were too quick, or epochs too short, to measure"
         self._loader: Callable[[], Any] = lambda: None

@@ -75,9 +75,6 @@ class FreeWorkers:
         num_workers: Workers that are given tasks: the first ones.
         prefetch_factor: Tasks that each may have ahead.
         timeout_s: The loader's; 0 for none.
-
-    Attributes:
-        num_workers: As above, as it is now.
     """
 
     def __init__(

@@ -21,11 +21,7 @@ from shmloader.slots import Place
 
 
 class Scheduler:
-    """Sends tasks for one iterator, epoch after epoch.
-
-    Attributes:
-        free_workers: The policy of dynamic dispatch; None with static dispatch.
-    """
+    """Sends tasks for one iterator, epoch after epoch."""
 
     def __init__(
         self,
@@ -34,6 +30,7 @@ class Scheduler:
         auto: Auto | None,
         next_epoch: NextEpoch | None = None,
     ) -> None:
+        # The policy of dynamic dispatch; None with static dispatch.
         self.free_workers: FreeWorkers | None = None
         self._exchange = exchange
         self._table = table = exchange.table
@@ -83,9 +80,8 @@ class Scheduler:
     def take_early(self, *, discard: bool) -> Iterator[Any] | None:
         """Begin the next epoch with its early batches, or discard them: always with ``discard``.
 
-        Returns:
-            The iterator over the epoch's further index batches, for `go_on`; None if the epoch has to begin
-            in the usual way.
+        Returns the iterator over the epoch's further index batches, for `go_on`; None if the epoch has to
+        begin in the usual way.
         """
         if self._next_epoch is None or not self._sent_early:
             return None

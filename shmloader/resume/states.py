@@ -25,7 +25,16 @@ from shmloader.indices.samplers import (
     sharded_sampler,
 )
 from shmloader.indices.tracked_batches import state_of
-from shmloader.resume.compatibility import ADDED_BY_OTHERS, AT_THE_BEGINNING, State, check_fit, described
+from shmloader.resume.compatibility import (
+    ADDED_BY_OTHERS,
+    AT_THE_BEGINNING,
+    State,
+    check_fit,
+    checksum_of,
+    described,
+    signed,
+    with_batches,
+)
 from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Progress
 from shmloader.resume.stream_progress import rules_for
@@ -49,6 +58,7 @@ class States:
         self._settings: Any = None  # of the same epoch
         self._constant: State | None = None  # the part of a state that stays the same in this epoch
         self._counted: Progress | None = None  # the epoch, if nothing but `done` changes in its states
+        self._checksum = 0  # of the constant part
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
@@ -70,7 +80,7 @@ class States:
         if progress is None or progress.finished or type(done := progress.done) is not int:
             return None
         state: State = self._constant.copy()  # type: ignore[union-attr]
-        state["batches"] = done
+        state["batches"], state["checksum"] = done, with_batches(self._checksum, done)
         return state
 
     def state(self, read: Callable[[], Settings], loaded: State | None) -> State:
@@ -103,8 +113,8 @@ class States:
         stream = progress.stream
         others: State = _sampler_keys(settings, progress) if stream is None else stream.state(progress)
         if not others and self._constant is not None and not self._older:
-            self._counted = progress
-        return state | others
+            self._counted, self._checksum = progress, checksum_of(state)
+        return signed(state | others)
 
     def _constant_of(self, settings: Settings, progress: Progress) -> State:
         """The part of a state that stays the same in an epoch."""
@@ -139,7 +149,7 @@ class States:
                 state |= _sampler_keys(settings, progress)
         elif stateful is not None:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
-        return state
+        return signed(state)
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
@@ -147,7 +157,9 @@ class States:
         if loaded is not None or progress is None or not progress.taken:
             return self.state(read, loaded)
         state = self._between_epochs(read(), progress)
-        return state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
+        return signed(
+            state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
+        )
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
         return described(settings) | {

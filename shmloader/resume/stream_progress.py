@@ -13,7 +13,7 @@ from typing import Any
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
 from shmloader.indices.samplers import attribute_of, ranks_share
-from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
+from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.settings import Settings
@@ -200,29 +200,10 @@ def rules_for(settings: Settings, loaded: State) -> StreamRules:
 
 
 def _read(loaded: State) -> dict[str, Any]:
-    """The value of a state's key ``stream``, checked; each part a `Cursor`."""
-    with named_in_errors(loaded, "stream"):
-        stream: dict[str, Any] = json.loads(loaded["stream"])
-        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # last: -1 at first
-        for drawn, state, state_drawn, ended, raised, state_raised in stream["parts"]:
-            again, raise_again = drawn - state_drawn, raised - state_raised
-            numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again
-            packed = pickle.dumps(unpack_user_state(state)) if state else b""
-            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised, state_raised))
-        if stream.get("shared_seed") is not None:
-            numbers.append(stream["shared_seed"])
-        if {type(number) for number in numbers} != {int} or min(numbers) < 0:
-            raise ValueError(
-                "its numbers have to be whole and at least 0, and the draws of a part up to its own state "
-                "cannot be more than all its draws"
-            )
-        if stream["last"] >= len(cursors):
-            raise ValueError(
-                f"it says that the last batch was of part {stream['last']:,}, and it has {len(cursors):,} "
-                "part(s), which are numbered from 0"
-            )
-        if stream["layout"] not in (OWN, SHARD, STRIDE):
-            raise ValueError(
-                f"its layout is {stream['layout']!r}, and can be {OWN!r}, {SHARD!r} or {STRIDE!r}"
-            )
-        return stream | {"parts": cursors}
+    """The value of a state's key ``stream``, each part a `Cursor`."""
+    stream: dict[str, Any] = json.loads(loaded["stream"])
+    parts = [
+        Cursor(drawn, pickle.dumps(unpack_user_state(state)) if state else b"", *others)
+        for drawn, state, *others in stream["parts"]
+    ]
+    return stream | {"parts": parts}

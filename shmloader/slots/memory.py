@@ -25,23 +25,22 @@ class SlotMemory:
         self.segment = segment
         self.budget = budget
         self.counters = counters or Counters()
-        self.places: list[Place] = []
-        self.tasks = 0
-        self.kept = 0
-        self.committed_nbytes = 0
-        self.guard = Guard()
-        self.inspection = inspection.Inspection() if inspection.wanted() else None
-        self.warning = ""
+        self.places: list[Place] = []  # all that were made, by number
+        self.tasks = 0  # number of places that are ``MAKING`` or ``ARRIVED``
+        self.kept = 0  # number of places that are ``LEASED`` or ``GUARDED``
+        self.committed_nbytes = 0  # sum of all limits
+        self.guard = Guard()  # keeps places back for an accelerator
+        self.inspection = inspection.Inspection() if inspection.wanted() else None  # SHMLOADER_DEBUG=1
+        self.warning = ""  # for the program, to be given when the next batch is asked for
         self._recent: deque[int] = deque(maxlen=RECENT)  # bytes of the last batches
         self._free: list[Place] = []  # last freed, first granted: its pages are the warmest
         self._empty: list[Place] = []  # free as well, but without memory: granted when no other is free
-        self.window = budget.most_tasks
+        self.window = budget.most_tasks  # tasks that may be sent and not returned; more after `widen`
 
     def reserve(self, place: Place, nbytes: int) -> Extent:
         """Make a granted slot at least ``nbytes`` large and map it (for a long index batch).
 
-        Raises:
-            SharedMemoryExhausted: If the host cannot give that much.
+        Raises `SharedMemoryExhausted` if the host cannot give that much.
         """
         if nbytes > place.nbytes:
             place.nbytes = self.segment.reserve(place.number, place.nbytes, nbytes)

@@ -43,48 +43,29 @@ class Lease(weakref.ref[ByteArray]):
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A slot and the task in it, as the main process sees them. Only `PlaceTable` writes to it.
+    """A slot and the task in it, as the main process sees them. Only `PlaceTable` writes to it."""
 
-    Attributes:
-        number: Number of the slot in the segment.
-        state: Its state.
-        nbytes: Bytes reserved for the slot.
-        limit_nbytes: Bytes up to which a worker may grow it.
-        used_nbytes: Bytes of the batch in it, 0 while there is none.
-        extent: Its memory in this process, once it was mapped.
-        ready: Whether `extent` is all of it and was shown to the guard: it may be leased.
-        lease: The lease on it, while there is one.
-        seq: Number of the task over the iterator's life, in the order in which tasks are sent. This and all
-            below have a meaning from ``MAKING`` on.
-        epoch: Number of the epoch that the batch belongs to.
-        position: Number of the batch in that epoch.
-        worker_id: The worker that has the task.
-        payload: The packed index batch. Packed, because a sampler may fill the same list again for the next.
-        void: Whether the batch is no longer wanted.
-        deaths: Number of workers that have died at it.
-        pieces: Private memory for a batch that comes in pieces.
-        pieces_nbytes: Bytes of it that have come.
-        header_begin, header_end, made_ns, flags: As in the worker's answer, from ``ARRIVED`` on.
-    """
-
-    number: int
+    number: int  # number of the slot in the segment
     state: PlaceState = FREE
-    nbytes: int = 0
-    limit_nbytes: int = 0
-    used_nbytes: int = 0
-    extent: Extent | None = None
-    ready: bool = False
+    nbytes: int = 0  # bytes reserved for the slot
+    limit_nbytes: int = 0  # bytes up to which a worker may grow it
+    used_nbytes: int = 0  # bytes of the batch in it, 0 while there is none
+    extent: Extent | None = None  # its memory in this process, once it was mapped
+    ready: bool = False  # whether `extent` is all of it and was shown to the guard: it may be leased
     lease: Lease | None = None
+    # Number of the task over the iterator's life, in the order in which tasks are sent; this and all below
+    # have a meaning from ``MAKING`` on.
     seq: int = -1
-    epoch: int = 0
-    position: int = 0
+    epoch: int = 0  # number of the epoch that the batch belongs to
+    position: int = 0  # number of the batch in that epoch
     worker_id: int = 0
+    # The packed index batch; packed, because a sampler may fill the same list again for the next.
     payload: bytes = b""
     void: bool = False
-    deaths: int = 0
-    pieces: ByteArray | None = None
-    pieces_nbytes: int = 0
-    header_begin: int = 0
+    deaths: int = 0  # number of workers that have died at it
+    pieces: ByteArray | None = None  # private memory for a batch that comes in pieces
+    pieces_nbytes: int = 0  # bytes of it that have come
+    header_begin: int = 0  # as in the worker's answer, from ``ARRIVED`` on
     header_end: int = 0
     made_ns: int = 0
     flags: int = 0

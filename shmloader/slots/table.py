@@ -32,23 +32,6 @@ class PlaceTable(SlotMemory):
         epoch: Number of the first epoch.
         workers_outlive: Whether workers may outlive the table: then `close` leaves them their slots.
         counters: The loader's counters; the table counts spills.
-
-    Attributes:
-        budget: The limits of memory and of the number of tasks.
-        places: All places that were made, by number.
-        unreturned: Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which
-            their tasks were sent.
-        arrived: The places among them whose batch is here, by ``seq``, in order of arrival.
-        void: Places that are being made and whose batch is not wanted, by ``seq``.
-        unanswered: By worker: tasks that it has not answered, void ones included.
-        epoch: Number of the present epoch, over the iterator's life. Tasks may be of the next one already.
-        window: Tasks that may be sent and not returned; more than ``budget.most_tasks`` after `widen`.
-        tasks: Number of places that are ``MAKING`` or ``ARRIVED``.
-        kept: Number of places that are ``LEASED`` or ``GUARDED``.
-        committed_nbytes: Sum of all limits.
-        guard: Keeps places back for an accelerator; see `guard_with`.
-        inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
-        warning: A warning for the program, to be given when the next batch is asked for, or "".
     """
 
     def __init__(
@@ -65,10 +48,15 @@ class PlaceTable(SlotMemory):
     ) -> None:
         budget = Budget(budget_nbytes, most_tasks, workers=workers, follows_host=follows_host)
         super().__init__(segment, budget, counters)
+        # Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which their tasks
+        # were sent.
         self.unreturned: dict[int, Place] = {}
+        # The places among them whose batch is here, by ``seq``, in order of arrival.
         self.arrived: dict[int, Place] = {}
+        # Places that are being made and whose batch is not wanted, by ``seq``.
         self.void: dict[int, Place] = {}
-        self.unanswered = [0] * workers
+        self.unanswered = [0] * workers  # by worker: tasks that it has not answered, void ones included
+        # Over the iterator's life; tasks may be of the next one already.
         self.epoch = epoch
         self._sent = 0  # number of the next task
         self._due = 0  # no task before this number is wanted; looking it up is quicker than iterating
@@ -277,13 +265,10 @@ class PlaceTable(SlotMemory):
     def take(self, place: Place, *, early: bool = False) -> tuple[ByteArray, bytes]:
         """Take out a batch that has arrived, to return it; ``early`` means that `finish` is called later.
 
-        Returns:
-            The anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over it:
-            the place is free again when all arrays and tensors made over the anchor are gone too. If the
-            batch was spilled it is a private copy, and the place is free at once.
-
-        Raises:
-            SharedMemoryExhausted: If this process has no address space for it; nothing was changed.
+        Returns the anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over
+        it: the place is free again when all arrays and tensors made over the anchor are gone too. If the
+        batch was spilled it is a private copy, and the place is free at once. Raises `SharedMemoryExhausted`
+        if this process has no address space for it; nothing was changed.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         begin, end = place.header_begin, place.header_end

@@ -33,14 +33,10 @@ sample, also if a row does not exist, so that the error is the dataset's own.
 
 
 class Source(NamedTuple):
-    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches.
-
-    Attributes:
-        gather: See `Gather`.
-        users_code: Whether gathering runs code of the program, which must not run twice for one batch.
-    """
+    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches."""
 
     gather: Gather
+    # Whether gathering runs code of the program, which must not run twice for one batch.
     users_code: bool = False
 
 

@@ -49,10 +49,8 @@ def is_array(dataset: object) -> bool:
 def block_of(data: Any, *, in_worker: bool) -> Source:
     """The source for the rows of an ndarray or a tensor.
 
-    Without workers, the program may change it at any time: so it is looked at for each batch.
-
-    Raises:
-        NotGathered: If its rows, collated one by one, might give another result.
+    Without workers, the program may change it at any time: so it is looked at for each batch. Raises
+    `NotGathered` if its rows, collated one by one, might give another result.
     """
     if type(data) is torch.Tensor:
         if in_worker:

@@ -137,10 +137,8 @@ _CHANGED = {
 def source_of(dataset: Any, recognise: Recognise, *, in_worker: bool) -> Source:
     """The source for a dataset of exactly one of torch's classes.
 
-    Its `gather` raises `NotGathered` once the program has changed what the dataset is made of.
-
-    Raises:
-        NotGathered: If the program has changed the class's way to get a sample.
+    Its `gather` raises `NotGathered` once the program has changed what the dataset is made of. Raises
+    `NotGathered` if the program has changed the class's way to get a sample.
     """
     made_of = _made_of(dataset)
     source = _source_of(dataset, type(dataset), recognise, in_worker=in_worker)
@@ -196,9 +194,7 @@ def pick_from(indices: Any, *, now: bool) -> Pick:
     """A function that looks row numbers up in the indices of a ``Subset``.
 
     A list is read here, as a whole; with ``now``, for a function that is called at once, only its rows are.
-
-    Raises:
-        NotGathered: If the indices are anything but whole numbers in one dimension.
+    Raises `NotGathered` if the indices are anything but whole numbers in one dimension.
     """
     kind = type(indices)
     if kind is range:

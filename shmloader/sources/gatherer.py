@@ -42,8 +42,7 @@ _CHANGED_COLLATE = (
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
     """The source for a dataset.
 
-    Raises:
-        NotGathered: If its batches are made sample by sample, with the reason.
+    Raises `NotGathered` if its batches are made sample by sample, with the reason.
     """
     if has_getbatch(dataset):
         return Source(dataset.__getbatch__, users_code=True)

@@ -56,8 +56,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
 def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -> Callable[[Any], Any]:
     """Let ``default_collate`` write into slots: in this process, or with ``in_thread`` in its worker threads.
 
-    Returns:
-        The function to call in place of the loader's ``collate_fn``.
+    Returns the function to call in place of the loader's ``collate_fn``.
     """
     global _in_worker_process  # noqa: PLW0603 - a process is a worker for good
     _in_worker_process |= not in_thread  # also where a worker's dataset has a loader with threads

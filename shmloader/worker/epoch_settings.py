@@ -30,18 +30,13 @@ _IN_WORKERS = (
 
 
 class EpochSettings(NamedTuple):
-    """Settings that differ from epoch to epoch; they cross the process boundary.
+    """Settings that differ from epoch to epoch; they cross the process boundary."""
 
-    Attributes:
-        shared_seed: Seed that all workers share (torch's DataPipes), or None.
-        calls: Arguments of ``loader.set_epoch()`` since the last epoch began, each with the states that the
-            program's global generators had before its dataset was called.
-        make_probe: Makes a worker's probe if this epoch is profiled, else None.
-    """
-
-    shared_seed: int | None
+    shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
+    # Arguments of ``loader.set_epoch()`` since the last epoch began, each with the states that the program's
+    # global generators had before its dataset was called.
     calls: list[tuple[int, GlobalStates]]
-    make_probe: Callable[[], Probe] | None = None
+    make_probe: Callable[[], Probe] | None = None  # makes a worker's probe if this epoch is profiled
 
     def make_calls(self, owners: list[Any]) -> None:
         """Call ``set_epoch()`` of a worker's datasets, which draw what the program's have drawn."""

@@ -35,28 +35,18 @@ class Probe(Protocol):
 
 
 class FetchRules(NamedTuple):
-    """The loader's arguments that affect fetching.
+    """The loader's arguments that affect fetching."""
 
-    Attributes:
-        iterable: Whether the dataset is iterable-style.
-        auto_collation: Whether an index batch is a list of indices; else it is one index.
-        drop_last: Whether an iterable dataset's last, shorter batch is left out.
-        collate_fn: Joins samples (or converts the one sample, without auto collation).
-        on_error: What to do with a sample that raises: see ``DataLoader``.
-        stream: The rules for the stream of an iterable-style dataset.
-        in_worker: Whether a worker publishes the batches. A loader without workers, which a dataset may use
-            inside a worker, returns them to the user's code.
-        probe: Measures, while the loader is profiled.
-    """
-
-    iterable: bool
-    auto_collation: bool
-    drop_last: bool
-    collate_fn: Callable[[Any], Any]
-    on_error: str = RAISE
+    iterable: bool  # whether the dataset is iterable-style
+    auto_collation: bool  # whether an index batch is a list of indices; else it is one index
+    drop_last: bool  # whether an iterable dataset's last, shorter batch is left out
+    collate_fn: Callable[[Any], Any]  # joins samples (or converts the one sample, without auto collation)
+    on_error: str = RAISE  # what to do with a sample that raises: see ``DataLoader``
     stream: StreamRules = StreamRules()
+    # Whether a worker publishes the batches; a loader without workers, which a dataset may use inside a
+    # worker, returns them to the user's code.
     in_worker: bool = False
-    probe: Probe | None = None
+    probe: Probe | None = None  # measures, while the loader is profiled
 
     @classmethod
     def of(cls, settings: Settings, stream: StreamRules | None) -> Self:
@@ -84,10 +74,8 @@ class Fetcher(ABC):
     def fetch(self, index_batch: Any) -> Any:
         """Fetch and collate; returns a `Report` if there is something to report.
 
-        In a worker the batch has placeholders for the leaves that lie in the slot already.
-
-        Raises:
-            StopIteration: If an iterable dataset is exhausted.
+        In a worker the batch has placeholders for the leaves that lie in the slot already. Raises
+        `StopIteration` if an iterable dataset is exhausted.
         """
 
     def place(self) -> StreamReport | None:

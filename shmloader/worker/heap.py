@@ -52,9 +52,8 @@ class WarmHeap:
 def warm_heap(num_workers: int) -> WarmHeap | None:
     """Make this process's heap warm, for good; the program's own settings later on go before it.
 
-    Returns:
-        None, and nothing is changed, with ``SHMLOADER_WARM_MEMORY=0``, if the environment sets the allocator
-        (``MALLOC_...``, ``GLIBC_TUNABLES``), and with another allocator than glibc's.
+    Returns None, and nothing is changed, with ``SHMLOADER_WARM_MEMORY=0``, if the environment sets the
+    allocator (``MALLOC_...``, ``GLIBC_TUNABLES``), and with another allocator than glibc's.
     """
     if os.environ.get("SHMLOADER_WARM_MEMORY") == "0":
         return None

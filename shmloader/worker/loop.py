@@ -55,57 +55,34 @@ _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """The arguments of a worker, besides its link; they cross the process boundary once.
+    """The arguments of a worker, besides its link; they cross the process boundary once."""
 
-    Attributes:
-        worker_id: 0 to ``num_workers - 1``.
-        num_workers: Workers of this iterator.
-        segment: The iterator's shared memory, to attach to.
-        dataset: The dataset.
-        rules: The rules for fetching from it.
-        base_seed: The iterator's base seed.
-        shared_seed: Seed that all workers share (torch's DataPipes), or None.
-        init_fn: The user's ``worker_init_fn``, called after seeding.
-        seeds_samples: Whether the generators are seeded for each sample (``dispatch="dynamic"``).
-        places: Whether results of torch's calls are made in the slot.
-        make_probe: Makes the worker's probe if the loader is profiled, else None.
-    """
-
-    worker_id: int
-    num_workers: int
-    segment: Segment
+    worker_id: int  # 0 to ``num_workers - 1``
+    num_workers: int  # workers of this iterator
+    segment: Segment  # the iterator's shared memory, to attach to
     dataset: Any
     rules: FetchRules
     base_seed: int
-    shared_seed: int | None
-    init_fn: Callable[[int], None] | None
-    seeds_samples: bool
-    places: bool
-    make_probe: Callable[[], Probe] | None = None
+    shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
+    init_fn: Callable[[int], None] | None  # the user's ``worker_init_fn``, called after seeding
+    seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
+    places: bool  # whether results of torch's calls are made in the slot
+    make_probe: Callable[[], Probe] | None = None  # makes the worker's probe if the loader is profiled
 
 
 class Link(Protocol):
-    """A worker's end of its connection with the main process: records in, records out.
+    """A worker's end of its connection with the main process: records in, records out."""
 
-    Attributes:
-        in_thread: Whether the worker is a thread of the main process.
-        wait_ns: Nanoseconds that the last `receive` waited.
-        received_ns: When it returned, by ``time.perf_counter_ns()``.
-        closed: Whether the main process is known to want nothing more.
-        dataset: For a thread, a copy of the dataset for its next epoch if it is to take a new one.
-    """
-
-    in_thread: bool
-    wait_ns: int
-    received_ns: int
-    closed: bool
-    dataset: Any
+    in_thread: bool  # whether the worker is a thread of the main process
+    wait_ns: int  # nanoseconds that the last `receive` waited
+    received_ns: int  # when it returned, by ``time.perf_counter_ns()``
+    closed: bool  # whether the main process is known to want nothing more
+    dataset: Any  # for a thread, a copy of the dataset for its next epoch if it is to take a new one
 
     def receive(self) -> bytes:
         """The next record; sleeps until there is one.
 
-        Raises:
-            BrokenPipeError: If the main process wants nothing more of this worker; so does `send`.
+        Raises `BrokenPipeError` if the main process wants nothing more of this worker; so does `send`.
         """
 
     def send(self, record: bytes) -> None:

@@ -19,17 +19,11 @@ from shmloader.worker.random_state import seed_worker_process
 
 
 class Pipes(NamedTuple):
-    """A worker process's ends, and the file for its stacks; crosses the process boundary once.
+    """A worker process's ends, and the file for its stacks; crosses the process boundary once."""
 
-    Attributes:
-        requests: Read end of the pipe that brings requests.
-        answers: Write end of the pipe that takes answers.
-        stacks: The file that takes this worker's Python stack when the main process asks for it.
-    """
-
-    requests: Descriptor
-    answers: Descriptor
-    stacks: Descriptor
+    requests: Descriptor  # read end of the pipe that brings requests
+    answers: Descriptor  # write end of the pipe that takes answers
+    stacks: Descriptor  # the file that takes this worker's Python stack when the main process asks for it
 
 
 class ProcessLink:

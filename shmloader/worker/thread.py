@@ -18,11 +18,6 @@ class ThreadLink:
 
     Args:
         wakeup: The queue at which the main process's thread waits; one item is enough to wake it.
-
-    Attributes:
-        ended: Whether the thread has ended.
-        error: The exception that has ended it; None if the main process has.
-        requests, answers: The records each way.
     """
 
     in_thread = True
@@ -30,7 +25,8 @@ class ThreadLink:
     def __init__(self, wakeup: SimpleQueue[None]) -> None:
         self.requests: SimpleQueue[bytes] = SimpleQueue()
         self.answers: deque[bytes] = deque()
-        self.ended = False
+        self.ended = False  # whether the thread has ended
+        # The exception that has ended it; None if the main process has.
         self.error: BaseException | None = None
         self.dataset: Any = None
         self.wait_ns = self.received_ns = 0

@@ -21,8 +21,7 @@ __all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_time
 def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:
     """Start the workers for a loader's settings, which some frameworks set late.
 
-    Raises:
-        ValueError: If workers of this kind do not support the arguments.
+    Raises `ValueError` if workers of this kind do not support the arguments.
     """
     check_workers(settings, settings.dataset, settings.multiprocessing_context)
     if settings.worker_type == THREAD:

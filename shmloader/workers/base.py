@@ -15,17 +15,11 @@ MakeArguments = Callable[[int], WorkerArguments]
 
 
 class Worker(Protocol):
-    """One worker.
+    """One worker."""
 
-    Attributes:
-        worker_id: 0 to ``num_workers - 1``.
-        pid: The id of the process that it runs in.
-        place: Where it runs, for messages: ``"pid 17"``, say.
-    """
-
-    worker_id: int
-    pid: int
-    place: str
+    worker_id: int  # 0 to ``num_workers - 1``
+    pid: int  # the id of the process that it runs in
+    place: str  # where it runs, for messages: ``"pid 17"``, say
 
     def send(self, record: bytes) -> None:
         """Send a packed request, without waiting."""
@@ -41,26 +35,17 @@ class Worker(Protocol):
 
 
 class Workers(Protocol):
-    """All workers of one iterator.
+    """All workers of one iterator."""
 
-    Attributes:
-        workers: By their number; empty after `close`.
-        processes: Their ``multiprocessing`` process objects by number, if they are processes. They answer
-            ``pid``, ``is_alive()`` and ``exitcode`` after the end too.
-        closed_because: The reason why they were stopped, or are about to be; "" before.
-        closed: Whether `close` has finished.
-        interrupted: Whether `interrupt` was called.
-        look_again_ns: How long to look for a record before `wait`, while records come quickly.
-        given_nbytes: Bytes of the large arrays that only the worker started last has.
-    """
-
-    workers: Sequence[Worker]
+    workers: Sequence[Worker]  # by their number; empty after `close`
+    # Their ``multiprocessing`` process objects by number, if they are processes; they answer ``pid``,
+    # ``is_alive()`` and ``exitcode`` after the end too.
     processes: list[Any]
-    closed_because: str = ""
+    closed_because: str = ""  # the reason why they were stopped, or are about to be; "" before
     closed: bool = False
     interrupted: bool = False
-    look_again_ns: int = 0
-    given_nbytes: int = 0
+    look_again_ns: int = 0  # how long to look for a record before `wait`, while records come quickly
+    given_nbytes: int = 0  # bytes of the large arrays that only the worker started last has
 
     def __del__(self) -> None:
         # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's

@@ -21,8 +21,7 @@ _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a pro
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
     """Start a worker's process with the result of `SpawnPayload.for_worker` and its ends of its pipes.
 
-    Raises:
-        WorkerDied: If it ended during its start.
+    Raises `WorkerDied` if it ended during its start.
     """
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()

@@ -34,16 +34,7 @@ _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is c
 
 
 class ProcessWorker:
-    """One worker process and its two pipes.
-
-    Attributes:
-        process: The ``multiprocessing`` process object.
-        requests_fd: Write end of the pipe that brings it requests, non-blocking.
-        answers_fd: Read end of the pipe that takes its answers, non-blocking.
-        death_fd: Becomes readable when the process ends.
-        heard: Whether a record came from it yet.
-        released: Whether it has ended and this side's descriptors are closed.
-    """
+    """One worker process and its two pipes."""
 
     def __init__(self, worker_id: int, process: Any, requests_fd: int, answers_fd: int) -> None:
         os.set_blocking(requests_fd, False)
@@ -52,10 +43,11 @@ class ProcessWorker:
         self.process = process
         self.pid: int = process.pid
         self.place = f"pid {self.pid}"
-        self.requests_fd = requests_fd
-        self.answers_fd = answers_fd
-        self.death_fd = _open_death_fd(process)
-        self.heard = self.released = False
+        self.requests_fd = requests_fd  # write end of the pipe that brings it requests, non-blocking
+        self.answers_fd = answers_fd  # read end of the pipe that takes its answers, non-blocking
+        self.death_fd = _open_death_fd(process)  # becomes readable when the process ends
+        self.heard = False  # whether a record came from it yet
+        self.released = False  # whether it has ended and this side's descriptors are closed
         self._unsent: deque[bytes] = deque()
         self._lost = 0  # requests that came after its end
 

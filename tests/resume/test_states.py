@@ -21,6 +21,7 @@ from resume_loaders import build, fetched, flat, started, take, values
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import BadSampleWarning, DataLoader, ResumeError, errors
+from shmloader.resume.compatibility import signed
 
 
 def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
@@ -82,7 +83,7 @@ def test_an_epoch_does_not_go_on_with_a_dataset_that_is_told_of_another(workers:
         iter(again)
     again.set_epoch(3)
     assert list(again) == [["3"]] * 3
-    again.load_state_dict(state | {"finished": True})
+    again.load_state_dict(signed(state | {"finished": True}))
     again.set_epoch(5)
     assert list(again) == [["5"]] * 4
 
@@ -133,7 +134,7 @@ def test_a_state_is_that_of_the_latest_epoch_or_of_the_loaded_state(workers: int
         take(iterator, 3)
         third = loader.state_dict()
         take(iterator, 1)
-        assert loader.state_dict() == third | {"batches": 4}
+        assert loader.state_dict() == signed(third | {"batches": 4})
         loader.load_state_dict(third)
         assert loader.state_dict() == third
         iterator = iter(loader)
@@ -281,7 +282,7 @@ def test_positions_that_came_early_are_left_out_once() -> None:
     batches = values(loader)
     loader = build(0)
     next(iter(loader))
-    state = loader.state_dict() | {"batches": 2, "batches_behind": "3,5"}
+    state = signed(loader.state_dict() | {"batches": 2, "batches_behind": "3,5"})
     for workers in (0, 2):
         with build(workers) as other:
             other.load_state_dict(state)
