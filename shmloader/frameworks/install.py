@@ -153,6 +153,7 @@ def _patch() -> None:
     _patches.replace(_TORCHS, "__iter__", __iter__)
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
+    _patches.replace(_TORCHS, "profile", DataLoader.profile)
     _patches.replace(_TORCHS, "close", DataLoader.close)
     flag = PreparedFlag(lambda _: patch_accelerate(_patches))  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):

@@ -78,7 +78,9 @@ class _MapFetcher(Fetcher):
         super().__init__()
         self._dataset = dataset
         self._auto_collation = rules.auto_collation
-        self._collate_fn = rules.collate_fn
+        probe = rules.probe
+        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
+        self._fetch_each = _fetch_each if probe is None else probe.around_fetch(_fetch_each)
         self._gatherer: Gatherer | None = None
         if rules.auto_collation:
             self._gatherer = Gatherer(dataset, rules.collate_fn, in_worker=rules.in_worker)
@@ -95,7 +97,7 @@ class _MapFetcher(Fetcher):
         if getattr(dataset, "__getitems__", None):
             samples = dataset.__getitems__(index_batch)
         else:
-            samples = _fetch_each(dataset, index_batch)
+            samples = self._fetch_each(dataset, index_batch)
         return self._join(samples, index_batch)
 
     def _join(self, samples: Any, index_batch: Any) -> Any:
