@@ -67,10 +67,15 @@ class _Known(NamedTuple):
 
 
 class Encoder:
-    """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
+    """Writes batches into the slots of one `SlotAllocator`; lives in the worker.
+
+    Attributes:
+        copied_nbytes: Bytes of all leaves so far that were copied in.
+    """
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
+        self.copied_nbytes = 0
         self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made
         self._rows: list[bytes] = []
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
@@ -161,6 +166,7 @@ class Encoder:
             base = spilled.ctypes.data if spilled is not None else allocator.address
             for offset, address, nbytes, _ in self._copies:
                 ctypes.memmove(base + offset, address, nbytes)
+                self.copied_nbytes += nbytes
         view[begin:total] = header
         return Encoded(begin, total, spilled)
 

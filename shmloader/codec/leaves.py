@@ -109,6 +109,12 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
             return with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
+    there = tensor.untyped_storage().nbytes()
+    if there < tensor.nbytes:
+        raise RuntimeError(
+            f"a tensor of shape {list(shape)} has {there:,} bytes of memory and needs {tensor.nbytes:,}: it "
+            "could not be resized. Make a new one, with clone() or torch.empty()."
+        )
     if len(shape) > MOST_DIMENSIONS:
         placeholder = add(TENSOR, code, (tensor.numel(),), tensor.data_ptr(), tensor)
         return with_strides, ([placeholder], tuple(shape), tensor.stride())

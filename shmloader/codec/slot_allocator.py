@@ -85,6 +85,7 @@ class SlotAllocator:
         self.limit_nbytes = 0
         self._may_refuse = True  # False once this task has needed more than was reserved
         self.cursor = 0
+        self._kept: list[tuple[weakref.ref[Any], range]] = []  # addresses that user code keeps, by anchors
 
     def begin(self, slot: int, nbytes: int, limit_nbytes: int) -> None:
         """Take the slot that a task grants; see `MakeBatch` for the arguments."""
@@ -211,6 +212,12 @@ class SlotAllocator:
         offset = address - self._here.extent.address
         return offset if 0 <= offset <= min(self.cursor, self.nbytes) - nbytes else None
 
+    def holds(self, address: int) -> bool:
+        """Whether an address is in memory that `tensor` has given, in this task or an earlier one."""
+        return self.offset_of(address, 0) is not None or any(
+            address in addresses and watch() is not None for watch, addresses in self._kept
+        )
+
     def ensure(self, nbytes: int) -> bool:
         """Grow the slot to hold ``nbytes``, keeping what was written.
 
@@ -252,6 +259,8 @@ class SlotAllocator:
         if watch() is None:
             return False
         anchored.detach()
+        self._kept = [kept for kept in self._kept if kept[0]() is not None]
+        self._kept.append((watch, range(anchored.address, anchored.address + anchored.nbytes)))
         if here is not None and here.extent is anchored:
             del self._mapped[self.slot]
         return True

@@ -41,6 +41,7 @@ from shmloader.wire.records import (
     INLINE_NBYTES,
     PUBLISHED,
     SPIN_NS,
+    BatchTimes,
     EpochBegun,
     PieceReady,
     StreamEnded,
@@ -236,6 +237,7 @@ class Exchange:
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
                 self.counters.workers_wait_for_slots_ns += wait_ns
+                self.counters.workers_made_ns += made_ns
                 if flags & DETACHED:
                     self.counters.detached += 1
             else:
@@ -251,6 +253,10 @@ class Exchange:
                 self.ended_streams.append(worker.worker_id)
         elif type(answer) is EpochBegun:
             self.joining.discard(worker.worker_id)
+        elif type(answer) is BatchTimes:
+            place, recorder = self.table.unreturned.get(answer.seq), self.counters.recorder
+            if place is not None and recorder is not None:
+                recorder.note_times(worker.worker_id, answer, place.payload)
 
     # --- workers that die or do not answer
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from shmloader.failures.bad_samples import LEFT_OUT, RAISE, REPLACE, Report, describe, is_a_samples_fault
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.failures.mismatches import explain_collation
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
@@ -71,7 +71,9 @@ class _MapFetcher(Fetcher):
         super().__init__()
         self._dataset = dataset
         self._auto_collation = rules.auto_collation
-        self._collate_fn = rules.collate_fn
+        probe = rules.probe
+        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
+        self._fetch_each = _fetch_each if probe is None else probe.around_fetch(_fetch_each)
         self._gatherer: Gatherer | None = None
         if rules.auto_collation:
             self._gatherer = Gatherer(dataset, rules.collate_fn, in_worker=rules.in_worker)
@@ -88,7 +90,7 @@ class _MapFetcher(Fetcher):
         if getattr(dataset, "__getitems__", None):
             samples = dataset.__getitems__(index_batch)
         else:
-            samples = _fetch_each(dataset, index_batch)
+            samples = self._fetch_each(dataset, index_batch)
         return self._join(samples, index_batch)
 
     def _join(self, samples: Any, index_batch: Any) -> Any:
@@ -102,7 +104,7 @@ class _MapFetcher(Fetcher):
 
 def _unpacked(index_batch: Any) -> Any:
     """The index batch as the sampler gave it."""
-    return index_batch.tolist() if type(index_batch) is PackedInts else index_batch
+    return index_batch.tolist() if type(index_batch) in (PackedInts, Run) else index_batch
 
 
 def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
