@@ -67,15 +67,11 @@ class _Known(NamedTuple):
 
 
 class Encoder:
-    """Writes batches into the slots of one `SlotAllocator`; lives in the worker.
-
-    Attributes:
-        copied_nbytes: Bytes of all leaves so far that were copied in.
-    """
+    """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
-        self.copied_nbytes = 0
+        self.copied_nbytes = 0  # bytes of all leaves so far that were copied in
         self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made
         self._rows: list[bytes] = []
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
