@@ -75,13 +75,9 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
 def wrapper_of(kind: int, code: int) -> Callable[[np.ndarray[Any, Any]], Any]:
     """The function that makes a leaf out of an array over its memory, of its carrier dtype."""
     if kind != TENSOR:
-        return _as_it_is
+        return lambda array: array
     dtype = DTYPES[code]
     return torch.from_numpy if dtype.native else functools.partial(wrap_tensor, dtype=dtype.torch_dtype)
-
-
-def _as_it_is(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return array
 
 
 def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:

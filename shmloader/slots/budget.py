@@ -78,10 +78,6 @@ class Budget:
         promised = max(0, self.most_tasks - tasks + 1)
         return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
 
-    def has_room_for_task(self, used_nbytes: int) -> bool:
-        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        return used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
-
     # --- what changes it
 
     def adapt(
