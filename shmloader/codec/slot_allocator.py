@@ -199,6 +199,10 @@ class SlotAllocator:
         """Rows of the leaf table for this slot's outputs, by their placeholders."""
         return {} if self._here is None else self._here.rows
 
+    def go_back(self, cursor: int) -> None:
+        """Give up what was allocated since the cursor was here: it is in no batch."""
+        self.cursor = cursor
+
     def place(self, nbytes: int) -> int:
         """Allocate space; returns its offset, perhaps beyond the reserved memory: `ensure` makes room."""
         offset = self.cursor

@@ -100,7 +100,8 @@ class PlaceTable(SlotMemory):
             return True
         if not (waits and self.guard.active):
             return False
-        self.counters.note_device(self.guard.wait(lambda: self.can_lease(waits=False)))
+        waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
+        self.counters.add(wait_for_device_ns=waited_ns)
         return self.can_lease(waits=False)
 
     def has_room(self) -> bool:

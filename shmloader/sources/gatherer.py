@@ -114,7 +114,7 @@ class Gatherer:
                 raise
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if allocator is not None and not source.users_code:
-                allocator.cursor = begin  # the leaves that were made are in no batch
+                allocator.go_back(begin)
             if not self._in_worker:
                 self._source = None  # the program may have changed the dataset
             return NOT_GATHERED
