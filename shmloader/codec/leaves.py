@@ -17,7 +17,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,16 +35,10 @@ from shmloader.codec.layout import (
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 
 
-class Add(Protocol):
-    """Adds a leaf to the batch that is being pickled."""
-
-    def __call__(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
-        """Add a leaf, whose items lie at ``address`` in row-major order; see `Leaf`.
-
-        ``owner`` keeps the memory alive until it is copied. Returns the placeholder of this leaf. No other
-        leaf may be added before the pickler meets it.
-        """
-
+Add = Callable[[int, int, Sequence[int], int, object], Any]
+"""Adds a leaf to the batch that is being pickled: its kind, code and shape, see `Leaf`, the address of its
+items, in row-major order, and an owner, which keeps the memory alive until it is copied. Returns the
+placeholder of this leaf. No other leaf may be added before the pickler meets it."""
 
 Handler = Callable[[Any, Add], Any]
 """Reduces an object for pickling; ``NotImplemented`` if it is pickled as torch does."""

@@ -22,9 +22,8 @@ from shmloader.sources.base import (
     own_memory,
 )
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows
+from shmloader.sources.tables import StoreRows, has_columns, hugging_face_rows
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import unavailable, why_missing
 
