@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
-from shmloader.memory.limits import SURE_NBYTES, memory_headroom
+from shmloader.memory import PAGE_NBYTES, whole_pages
+from shmloader.memory.limits import SURE_NBYTES, memory_headroom, spare_nbytes
 
 SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,

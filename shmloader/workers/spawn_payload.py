@@ -28,7 +28,8 @@ import torch.multiprocessing
 
 from shmloader.codec.layout import align
 from shmloader.errors import LoaderError, WorkerStartError
-from shmloader.memory import Descriptor, map_copy_on_write
+from shmloader.memory import Descriptor
+from shmloader.memory.mapping import map_copy_on_write
 from shmloader.store_hooks import hooks
 from shmloader.worker.loop import WorkerArguments
 from shmloader.workers.base import MakeArguments
