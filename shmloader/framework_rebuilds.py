@@ -11,6 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch.utils.data
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from shmloader.distributed import rank_and_ranks
 from shmloader.errors import warn_once
 from shmloader.torch_fallback import options_asked_for
 
@@ -65,6 +69,20 @@ class PreparedFlag:
         if loader is not None:
             self._notify(loader)
         return False
+
+
+def warn_of_ray(loader: Any) -> None:
+    """Warn once, in a worker of Ray Train, that Ray replaces a loader by one of torch's class."""
+    if "ray.train.torch" not in sys.modules or hasattr(torch.utils.data.DataLoader, "statistics"):
+        return  # the latter only after install()
+    if isinstance(loader.sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset):
+        return
+    if rank_and_ranks()[1] > 1:
+        warn_once(
+            "ray.train.torch.prepare_data_loader() builds a loader of torch's class in the place of this "
+            "shmloader.DataLoader, without its options, and reads one batch ahead of its state. Call "
+            "shmloader.install() first, or pass it a ShardedSampler, and Ray move_to_device=False."
+        )
 
 
 def warn_of_torchs_class(loader: Any) -> None:

@@ -10,7 +10,13 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from shmloader.framework_rebuilds import PreparedFlag, list_options, replace_in_records, warn_of_torchs_class
+from shmloader.framework_rebuilds import (
+    PreparedFlag,
+    list_options,
+    replace_in_records,
+    warn_of_ray,
+    warn_of_torchs_class,
+)
 from shmloader.loading import loading_of
 from shmloader.memory import why_unavailable
 from shmloader.settings import (
@@ -30,9 +36,12 @@ from shmloader.statistics import LoaderStatistics
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import never_compiled
 
+_T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 if TYPE_CHECKING:
+    from shmloader.profiling import Profile, ProfileReport
+
     _Base = torch.utils.data.DataLoader
 else:
 
@@ -216,6 +225,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         torchs = {name: given[name] for name in _TORCHS if name in given}
         torchs |= {"num_workers": workers, "prefetch_factor": in_advance}
         super().__init__(**torchs | {"dataset": _shared_if_asked(self, dataset)})
+        warn_of_ray(self)
 
     @never_compiled
     def __iter__(self) -> Any:
@@ -257,11 +267,22 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         loading_of(self).set_epoch(epoch)
 
     @never_compiled
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, taken: int | None = None) -> dict[str, Any]:
         """The program's place in the epoch: after the batches that ``next()`` has returned so far.
 
         May be called at any moment, also before the first batch and between epochs, and as often as wanted:
         it takes microseconds and starts no worker. See docs/resume.md.
+
+        If something reads ahead of the program, ``next()`` has returned more batches than were used: then
+        pass what it gives through `follow`, or pass the number that was used.
+
+        Args:
+            taken: The place after so many of the batches that were returned since ``iter()`` (in a resumed
+                epoch, since that resumed), as a wrapper counts them. After an epoch's last batch it is the
+                rest of that epoch, which is empty. For orders that are a count (torch's samplers,
+                `ShardedSampler`), any number; for other samplers and streams, the last 1,024 and 0: a state
+                of their own is the one that was read when the epoch began, and a count. None: all that were
+                returned, or that came out of `follow`.
 
         Returns:
             A new flat dict of numbers, strings and None, mostly under 1 KB (see docs/resume.md), with the
@@ -269,10 +290,31 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
         Raises:
             ResumeError: If torch's own workers load, while two iterators are in use at once, for a sampler
-                or a dataset whose own state cannot be saved, and with ``in_order=False`` if
-                ``shard="auto"`` deals out samples to several workers.
+                or a dataset whose own state cannot be saved, with ``in_order=False`` if
+                ``shard="auto"`` deals out samples to several workers, and if ``taken`` is more than were
+                returned, or too far back.
         """
-        return loading_of(self).state_dict()
+        return loading_of(self).state_dict(taken)
+
+    @never_compiled
+    def follow(self, batches: Iterable[_T]) -> Iterable[_T]:
+        """Let the loader's state follow what comes out of a look-ahead, instead of what that has read.
+
+        ``for batch in loader.follow(prefetcher):``, where the prefetcher reads this loader, in this thread or
+        another one. It may read into the next epochs. It must give one item for each batch, in the order of
+        the batches. `state_dict` is then of the batch that the loop has, and after the loop of the epoch's
+        end. Break off and begin again as with the loader itself. Follow each epoch, or none.
+
+        Args:
+            batches: The look-ahead: iterable once or for each epoch.
+
+        Returns:
+            An iterable over the same items; iterable as often as ``batches`` is, and as long.
+
+        Raises:
+            ResumeError: From its ``next()``, if the items are not of this loader, which has begun no epoch.
+        """
+        return loading_of(self).follow(batches)
 
     @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -294,6 +336,22 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         return loading_of(self).statistics()
+
+    def profile(
+        self, *, every_s: float = 10.0, callback: Callable[[ProfileReport], object] | None = None
+    ) -> Profile:
+        """Measure where the time goes, batch by batch, in the main process and in the workers.
+
+        ``with loader.profile() as profile:`` measures the epochs that begin in the block, and
+        ``print(profile)`` shows the table and the verdict. It costs a few microseconds per batch. See
+        docs/profile.md.
+
+        Args:
+            every_s: Seconds from one call of ``callback`` to the next.
+            callback: Called with the report so far, in ``next()``: ``report.scalars()`` are figures for a
+                tracker.
+        """
+        return loading_of(self).profile(every_s, callback)
 
 
 def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -91,7 +92,7 @@ LIMITS_TASKS = "_workers_num_tasks" in getattr(getattr(_put_index, "__code__", N
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
 
-_iter_code = getattr(torch.utils.data.DataLoader.__iter__, "__code__", None)
+_iter_code = getattr(inspect.unwrap(torch.utils.data.DataLoader.__iter__), "__code__", None)
 _is_called = GET_ITERATOR in getattr(_iter_code, "co_names", ())
 WHY_NOT_INSTALLED = "" if _is_called else f"its DataLoader.__iter__ does not call {GET_ITERATOR}()"
 """The reason why `install` has no effect on torch's class, or ""."""
@@ -122,6 +123,11 @@ def drop_iterator(loader: Any) -> None:
     """Let a loader forget the iterator that it keeps, so that it begins its next epoch with a new one."""
     if isinstance(iterator_of(loader), BaseIterator):
         loader._iterator = None
+
+
+def worker_pids(iterator: Any) -> list[int]:
+    """The process ids of the workers of an iterator, torch's or ours; empty without worker processes."""
+    return [process.pid for process in getattr(iterator, "_workers", ())]
 
 
 # --- DataPipes
@@ -264,14 +270,18 @@ def before_compiling(call: Callable[[], None]) -> None:
         _before_compiling.append(call)
 
 
-def move_to_private_memory(storage: Any) -> bool:
-    """Move a storage to memory that torch can resize, and its tensors with it; False if this torch cannot."""
+def move_to_private_memory(storage: Any) -> Any:
+    """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
+
+    Returns:
+        A storage that owns the former memory; None if this torch cannot move it.
+    """
     private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
     try:
         storage._swap_data_ptr_(private)
     except AttributeError:
-        return False
-    return True
+        return None
+    return private
 
 
 # --- which worker this is

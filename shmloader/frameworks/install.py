@@ -19,6 +19,7 @@ from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.frameworks.accelerate import patch_accelerate
 from shmloader.frameworks.lightning import forget_states, patch_lightning
 from shmloader.frameworks.patches import Patches
+from shmloader.frameworks.ray import patch_ray
 from shmloader.frameworks.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
@@ -89,10 +90,17 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     if stateful:
         _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
         _states.replace(_TORCHS, "state_dict", state_dict)
+        _states.replace(_TORCHS, "follow", DataLoader.follow)
     _warned.clear()
     patch_accelerate(_patches)
-    patch_lightning(_patches)
+    _patch_imported()
     return restore
+
+
+def _patch_imported() -> None:
+    """Patch frameworks that may have been imported since; accelerate reads an attribute that tells."""
+    patch_lightning(_patches)
+    patch_ray(_patches)
 
 
 def uninstall() -> None:
@@ -121,7 +129,7 @@ def _patch() -> None:
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None:
-            patch_lightning(_patches)  # which may have been imported meanwhile
+            _patch_imported()
             if not isinstance(loader, DataLoader):
                 return loading_of(loader).iterate(functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
@@ -136,7 +144,7 @@ def _patch() -> None:
         return torchs_get_iterator(loader) if iterator is None else iterator
 
     def check_worker_number_rationality(loader: Any) -> None:
-        patch_lightning(_patches)  # when a loader is made, which may have been imported meanwhile
+        _patch_imported()  # when a loader is made
         torchs_check(loader)
 
     for name in OWN_DEFAULTS:
@@ -145,6 +153,7 @@ def _patch() -> None:
     _patches.replace(_TORCHS, "__iter__", __iter__)
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
+    _patches.replace(_TORCHS, "profile", DataLoader.profile)
     _patches.replace(_TORCHS, "close", DataLoader.close)
     flag = PreparedFlag(lambda _: patch_accelerate(_patches))  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):

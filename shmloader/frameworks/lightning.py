@@ -2,6 +2,8 @@
 
 Lightning leaves an epoch after the last batch that it wants, without asking the loader for one more. Only it
 knows which batch that is. So a state that is saved then is made that of the next epoch's beginning.
+
+Of a loader without a length it reads one batch ahead. A state is then that before this batch.
 """
 
 from __future__ import annotations
@@ -65,9 +67,11 @@ def _save(save: Any, loop: Any) -> Any:
     states = saved.get("combined_loader")  # None before the loop has its loaders
     for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True) if states else ()):
         if _is_ours(state) and isinstance(loader, torch.utils.data.DataLoader):
+            loading, ahead = loading_of(loader), len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
             if loop.epoch_loop.batch_progress.is_last_batch:
-                epoch = loop.epoch_progress.current.started
-                states[place] = loading_of(loader).state_after_epoch(epoch)
+                states[place] = loading.state_after_epoch(loop.epoch_progress.current.started)
+            elif ahead:  # it reads loaders without a length ahead
+                states[place] = loading.state_dict(max(loading.states.returned - ahead, 0))
             warn_of_one_rank(loader, states[place], "Lightning")
     return saved
 

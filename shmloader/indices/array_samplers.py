@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from shmloader.errors import warn_once
-from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, int_array
+from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, Run, int_array
 from shmloader.indices.samplers import draw_seed
 from shmloader.torch_private import unavailable
 
@@ -62,6 +62,27 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     text = unavailable("drawing index batches as arrays", why)
     warn_once(f"{text} Index batches are the same, but take 36 bytes for each sample of the dataset.")
     return None
+
+
+def index_runs(index_sampler: Any) -> Iterator[Run] | None:
+    """Iterate over index batches as `index_arrays` does, where each is a run; else None."""
+    arrays = index_arrays(index_sampler)
+    return _runs(index_sampler) if arrays and type(index_sampler.sampler) is SequentialSampler else None
+
+
+def _runs(sampler: BatchSampler) -> Iterator[Run]:
+    """Iterate as `_batches` does over a ``SequentialSampler``."""
+    inner: Any = sampler.sampler
+    begin, length = 0, len(inner.data_source)
+    drop_last, batch_size = sampler.drop_last, sampler.batch_size
+    while begin < length:
+        if not drop_last:
+            batch_size = sampler.batch_size
+        end = begin + batch_size
+        if end <= begin or (end > length and drop_last):
+            return
+        yield Run(begin, min(end, length))
+        begin = end
 
 
 def _is_of_ints(indices: Any) -> bool:

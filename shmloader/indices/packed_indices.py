@@ -10,7 +10,7 @@ import contextlib
 import io
 import marshal
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,21 @@ pickled, so in a worker there is no other kind."""
 _FORMATS = "lq"  # of such ints, by the platform
 
 
+class Run(NamedTuple):
+    """Consecutive indices of one batch, from 0 on; it is never sent to a worker."""
+
+    begin: int
+    end: int
+
+    def tolist(self) -> list[int]:
+        """The index batch as the sampler gives it."""
+        return list(range(self.begin, self.end))
+
+    def array(self) -> IntArray:
+        """The indices as a new array."""
+        return np.arange(self.begin, self.end, dtype=np.int64)
+
+
 def int_array(numbers: list[Any]) -> IntArray | None:
     """A list of plain ints as a new array; None if it holds anything but 64-bit ints.
 
@@ -48,11 +63,13 @@ def int_array(numbers: list[Any]) -> IntArray | None:
     """
     if not numbers or type(numbers[0]) is not int or type(numbers[-1]) is not int:
         return None
-    with contextlib.suppress(ValueError):  # a type that marshal does not know
+    try:
         packed = marshal.dumps(numbers, _FORMAT)
-        letters = packed[_HEAD_NBYTES :: _ITEM.itemsize]
-        if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize and letters == _INT * len(numbers):
-            return np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
+    except ValueError:  # a type that marshal does not know
+        packed = b""
+    letters = packed[_HEAD_NBYTES :: _ITEM.itemsize]
+    if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize and letters == _INT * len(numbers):
+        return np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
     with contextlib.suppress(OverflowError):
         if set(map(type, numbers)) == {int}:
             return np.array(numbers, np.int64)

@@ -97,6 +97,8 @@ class _StreamFetcher(Fetcher):
     def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
         super().__init__()
         self.stream, self._rules = stream, rules
+        probe = rules.probe
+        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
         self.drawn, self.raised, self.ended = cursor.drawn, cursor.raised, False
 
     def _behind(self) -> int:
@@ -110,7 +112,7 @@ class _StreamFetcher(Fetcher):
 
     def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
         try:
-            return self._rules.collate_fn(samples if self._rules.auto_collation else samples[0])
+            return self._collate_fn(samples if self._rules.auto_collation else samples[0])
         except Exception as error:
             explain_collation(error, samples, positions, of_stream=True)
             raise
