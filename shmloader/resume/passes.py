@@ -121,11 +121,8 @@ class Pass:
             self.stream,
             by_arrival=not (settings.comes_in_order or settings.is_iterable),
         )
-        if (
-            goes_on is not None
-            and goes_on["sampler_state"]
-            and samplers.sharded_sampler(settings.index_sampler)
-        ):
+        sharded = samplers.sharded_sampler(settings.index_sampler) is not None
+        if sharded and goes_on is not None and goes_on["sampler_state"]:
             progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
         batches = self._batches(sampler_iter)
         if isinstance(batches, TrackedBatches):
