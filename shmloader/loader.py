@@ -71,8 +71,6 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     memory back.
 
     Args:
-        dataset, batch_size, shuffle, sampler, batch_sampler, drop_last, worker_init_fn, generator,
-            persistent_workers, pin_memory_device, in_order: As torch's.
         num_workers: Worker processes; 0 loads in the main process. ``"auto"`` begins with one and adds
             workers while the program waits for busy ones, at most one for each usable core, in the first 200
             batches. The attribute is the number now; ``statistics().autotune`` says why. It implies
