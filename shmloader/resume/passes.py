@@ -98,7 +98,7 @@ class Pass:
         settings, goes_on = self.settings, self._goes_on
         sampler_epoch = getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None)
         done: int | tuple[int, ...] = 0
-        in_order, global_before = True, self.global_before
+        in_order, global_before, sampler_begin = True, self.global_before, {"consumed": 0, "batches": 0}
         if goes_on is not None:
             self._check_epoch(goes_on, sampler_epoch)
             set_generator(settings.generator, goes_on, "loader_generator")
@@ -106,10 +106,14 @@ class Pass:
             done = (goes_on["batches"], *early) if early else done
             in_order = settings.is_iterable or goes_on["in_order"]
             global_before = goes_on["global_generator"]
+            if goes_on["sampler_state"] and samplers.sharded_sampler(settings.index_sampler) is not None:
+                sampler_begin = unpack_user_state(goes_on["sampler_state"])
         if goes_on is not None and not settings.is_iterable and (done or goes_on["sampler_generator"]):
             before = samplers.GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
         elif settings.is_iterable or (goes_on is not None and before is not None):
             before = samplers.generator_states(settings.index_sampler, settings.generator)  # drawn, or set
+        batches = self._batches(sampler_iter)
+        tracked = batches if isinstance(batches, TrackedBatches) else None
         progress = Progress(
             *seeds,
             sampler_epoch,
@@ -119,15 +123,12 @@ class Pass:
             self._set_epoch,
             in_order,
             self.stream,
+            tracked,
             by_arrival=not (settings.comes_in_order or settings.is_iterable),
+            sampler_begin=sampler_begin,
         )
-        sharded = samplers.sharded_sampler(settings.index_sampler) is not None
-        if sharded and goes_on is not None and goes_on["sampler_state"]:
-            progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
-        batches = self._batches(sampler_iter)
-        if isinstance(batches, TrackedBatches):
-            batches.follow(lambda: progress.oldest, self._is_asked, self._looks)
-            progress.track(batches)
+        if tracked is not None:
+            tracked.follow(lambda: progress.oldest, self._is_asked, self._looks)
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
             batches = _first_drawn(batches)

@@ -86,7 +86,7 @@ class Progress:
     finished: bool = False
     before_next: GeneratorStates | None = None
     by_arrival: bool = False
-    sampler_begin: Mapping[str, int] = field(default_factory=lambda: {"consumed": 0, "batches": 0})
+    sampler_begin: Mapping[str, int] = field(default_factory=dict)
     followers: list[Follower] = field(default_factory=list)
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
     _without: list[int] = field(default_factory=list)  # positions done for which no batch was returned
@@ -119,14 +119,6 @@ class Progress:
     def begin_order(self, before: GeneratorStates) -> None:
         """Note the states of the generators before the sampler draws its order, with the first batch."""
         self.before = before
-
-    def begin_sampler(self, state: Mapping[str, int]) -> None:
-        """Note the state that a `ShardedSampler` began with."""
-        self.sampler_begin = state
-
-    def track(self, batches: TrackedBatches) -> None:
-        """Keep the batches of a sampler that is not torch's."""
-        self.tracked = batches
 
     def keep(self) -> None:
         """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""
