@@ -27,21 +27,13 @@ from shmloader.settings import Settings
 
 @dataclass(eq=False)
 class Epoch:
-    """An epoch that an iterator has begun.
+    """An epoch that an iterator has begun."""
 
-    Attributes:
-        settings: The loader's, then.
-        progress: Its progress.
-        constant: The part of a state that stays the same in it, once one was asked for.
-        checksum: That of a state in it, if nothing but `Progress.done` changes in them; else None.
-        next: The epoch that began after it.
-    """
-
-    settings: Settings
+    settings: Settings  # the loader's, then
     progress: Progress
-    constant: State | None = None
-    checksum: int | None = None
-    next: Epoch | None = None
+    constant: State | None = None  # the part of a state that stays the same in it, once one was asked for
+    checksum: int | None = None  # of a state in it, if nothing but `Progress.done` changes in them
+    next: Epoch | None = None  # that began after it
 
     def keep_constant(self, constant: State) -> None:
         """Keep the part of a state that stays the same."""
