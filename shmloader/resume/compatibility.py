@@ -1,12 +1,12 @@
-"""The keys of a state, the check whether a state fits a loader, and its error."""
+"""Whether a state fits a loader: what describes the loader in it, its checksum, and the error."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_args, get_type_hints
+import zlib
+from collections.abc import Mapping
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
@@ -24,50 +24,25 @@ from shmloader.settings import Settings
 from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]
+"""A state of a loader. docs/resume.md explains its keys."""
 
-VERSION = 6
+VERSION = 7
 """The version of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished", "_iteration"}
 """Keys that accelerate and its integration add to a state; they are ignored."""
 
-
-@dataclass
-class _Keys:
-    """All keys of a state and their types, as docs/resume.md explains them."""
-
-    version: int
-    kind: str
-    dataset_len: int | None
-    batch_size: int | None
-    drop_last: bool
-    sampler: str
-    sampler_settings: str
-    # The epoch:
-    set_epoch: int | None
-    sampler_epoch: int | None
-    base_seed: int | None
-    iterator_epoch: int
-    persistent_workers: bool
-    in_order: bool
-    sampler_generator: str
-    loader_generator: str
-    # The place in it, before the first batch:
-    global_generator: str = ""
-    batches: int = 0
-    batches_behind: str = ""
-    finished: bool = False
-    sampler_checksum: int | None = None
-    sampler_state: str | None = None
-    sampler_batches: int = 0
-    stream: str = ""
-
-
-AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key.default is not MISSING}
+AT_THE_BEGINNING: State = {
+    "global_generator": "",
+    "batches": 0,
+    "batches_behind": "",
+    "finished": False,
+    "sampler_checksum": None,
+    "sampler_state": None,
+    "sampler_batches": 0,
+    "stream": "",
+}
 """The keys for the progress of an epoch, with their values before its first batch."""
-
-_TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
-_MOST = 1 << 63  # numbers are from 0 to below this, except for epochs of others
 
 ONE_RANK = (
     "it holds for the rank that wrote it only: save and load a state on each rank, or take a "
@@ -78,22 +53,35 @@ _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
 _SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
-_ADDED = {f"sampler's {name}" for name in (*_OF_ACCELERATE, "run")}
-"""Settings that states of this version did not have at first; compared if both have them."""
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
 """Keys that matter in mid-epoch only."""
 
 
+def checksum_of(state: Mapping[str, Any]) -> int:
+    """A checksum over all of a state but ``batches``: see `with_batches`."""
+    counted = {"checksum", "batches", *ADDED_BY_OTHERS}
+    others = {name: value for name, value in state.items() if name not in counted}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
+
+
+def with_batches(checksum: int, batches: int) -> int:
+    """The checksum of a whole state: only this part is needed where nothing else has changed."""
+    return zlib.crc32(str(batches).encode(), checksum)
+
+
+def signed(state: State) -> State:
+    """A state with its checksum, which tells damage and changes by hand."""
+    return state | {"checksum": with_batches(checksum_of(state), state["batches"])}
+
+
 def described(settings: Settings) -> State:
     """The keys of a state that describe the loader that wrote it."""
     index_sampler = settings.index_sampler
     samplers = with_inner(index_sampler)
-    batch_size, drop_last = (
-        settings.batch_size,
-        getattr(settings.batch_sampler, "drop_last", settings.drop_last),
-    )
+    batch_size = settings.batch_size
+    drop_last = getattr(settings.batch_sampler, "drop_last", settings.drop_last)
     if batch_size is None and isinstance(index_sampler, BatchSampler):  # as batch_sampler= or as sampler=
         batch_size = getattr(index_sampler, "batch_size", None)  # accelerate's subclasses have none
         drop_last = getattr(index_sampler, "drop_last", drop_last)
@@ -143,8 +131,7 @@ def is_of_one_rank(settings: Settings, state: Mapping[str, Any]) -> bool:
         is_torchs(index_sampler) and bool(state["sampler_generator"])
     )
     if state["stream"]:
-        with named_in_errors(state, "stream"):
-            own = json.loads(state["stream"])["layout"] != STRIDE
+        own = json.loads(state["stream"])["layout"] != STRIDE
     in_order = state["in_order"] or is_between_epochs(state)
     return not in_order or (own and not ranks_share(settings))
 
@@ -154,44 +141,19 @@ def is_between_epochs(state: Mapping[str, Any]) -> bool:
     return bool(state["finished"]) or state["base_seed"] is None
 
 
-@contextlib.contextmanager
-def named_in_errors(state: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Turn an exception that the value of a key causes into a `ResumeError` that names the key."""
-    try:
-        yield
-    except ResumeError:
-        raise
-    except Exception as error:
-        raise ResumeError(
-            f"the state is damaged, or was changed by hand: {name!r} is {state[name]!r:.100} "
-            f"({type(error).__name__}: {error!s:.300}). Pass what state_dict() returned."
-        ) from error
-
-
 def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
     """The batches that were returned out of order, after the first one that is missing."""
-    with named_in_errors(state, "batches_behind"):
-        positions = tuple(map(int, filter(None, state["batches_behind"].split(","))))
-        if positions and min(positions) <= state["batches"]:
-            raise ValueError(
-                f"it lists batch {min(positions):,} as returned out of order, but batch {state['batches']:,} "
-                "is the first that was not returned, so only later ones can be listed"
-            )
-        return positions
+    return tuple(map(int, filter(None, state["batches_behind"].split(","))))
 
 
 def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
-    _check_keys(state)
-    behind(state)
-    with named_in_errors(state, "sampler_batches"):
-        if state["sampler_batches"] > state["batches"]:
-            raise ValueError(f"it is more than the {state['batches']:,} batches of the state")
+    _check_whole(state)
     index_sampler = settings.index_sampler
     sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
     of_loader = described(settings)
     here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})
-    may_differ = _may_differ(state, settings) | (_ADDED - (here.keys() & then.keys()))
+    may_differ = _may_differ(state, settings) | ({"sampler's run"} - (here.keys() & then.keys()))
     names = [name for name in here | then if then.get(name) != here.get(name) and name not in may_differ]
     differences = [
         f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader" for name in names
@@ -203,11 +165,7 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
-        why = f"the sampler has {has} state_dict()"
-        if sharded is not None:
-            phase = f"base_seed is {state['base_seed']} and finished is {state['finished']}"
-            why = f"a ShardedSampler has {has} state if {phase}"
-        differences = [f"sampler_state is {text!r:.50} in the state, and {why}"]
+        differences = [f"sampler_state is {text!r:.50} in the state, and the sampler has {has} state_dict()"]
     if state["loader_generator"] and settings.generator is None:
         differences.append("loader_generator is there in the state, and this loader has no generator")
     if differences:
@@ -218,58 +176,47 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         )
 
 
+def _check_whole(state: Mapping[str, Any]) -> None:
+    """Refuse what is no state, a state of another version, and a damaged one."""
+    if not isinstance(state, Mapping):
+        raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")
+    if (version := state.get("version", VERSION)) != VERSION:
+        raise ResumeError(
+            f"the state's format is of version {version!r}, and this shmloader reads {VERSION} only"
+        )
+    try:
+        found = with_batches(checksum_of(state), state["batches"])
+        written = state["checksum"]
+    except (KeyError, TypeError) as error:
+        raise ResumeError(
+            f"this is no state of a shmloader.DataLoader ({error!r}): its keys are {list(state)!r:.500}. "
+            "Pass what state_dict() returned."
+        ) from error
+    if found != written:
+        raise ResumeError(
+            f"the state is damaged, or was changed by hand: its checksum is {written!r:.50}, and that of its "
+            f"contents {found}. Pass what state_dict() returned."
+        )
+
+
 def _may_differ(state: Mapping[str, Any], settings: Settings) -> set[str]:
     """The keys and the sampler's settings that may differ in a state and a loader."""
-    index_sampler, names = settings.index_sampler, _seeds_in_own_state(state)
+    names: set[str] = set()
+    if state["sampler_state"]:  # a sampler sets the seeds in its own state itself
+        own = unpack_user_state(state["sampler_state"])
+        seeds = [name for name in ("seed", "initial_seed") if isinstance(own, Mapping) and name in own]
+        names |= {f"sampler's {name}" for name in seeds}
     if not is_of_one_rank(settings, state):
         names |= {"sampler's run"}
         names |= {"sampler's rank"} if ranks_share(settings) else set()
-        names |= _OF_THE_RUN if sharded_sampler(index_sampler) is not None else set()
+        names |= _OF_THE_RUN if sharded_sampler(settings.index_sampler) is not None else set()
     if settings.is_iterable:
         names |= {"batch_size"}
     return names | _OF_THE_EPOCH if is_between_epochs(state) else names
 
 
-def _seeds_in_own_state(state: Mapping[str, Any]) -> set[str]:
-    """Seeds that a sampler's own state has: the sampler sets them itself, so they may differ."""
-    with named_in_errors(state, "sampler_state"):
-        own = unpack_user_state(state["sampler_state"]) if state["sampler_state"] else None
-    names = [name for name in ("seed", "initial_seed") if isinstance(own, Mapping) and name in own]
-    return {f"sampler's {name}" for name in names}
-
-
-def _check_keys(state: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):
-        raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")
-    if state.get("version", VERSION) != VERSION:
-        raise ResumeError(
-            f"the state's format is of version {state['version']!r}, and this shmloader reads {VERSION} only"
-        )
-    missing, unknown = _TYPES.keys() - state.keys(), state.keys() - _TYPES.keys() - ADDED_BY_OTHERS
-    if missing or unknown:
-        raise ResumeError(
-            f"this is no state of a shmloader.DataLoader: it lacks {sorted(missing)}, and has "
-            f"{sorted(map(str, unknown))}. Pass what state_dict() returned."
-        )
-    for name, kinds in _TYPES.items():
-        value = state[name]
-        with named_in_errors(state, name):
-            if type(value) not in kinds:
-                raise TypeError(f"it is no {kinds[0].__name__}")
-            least = -_MOST if name.endswith("_epoch") else 0
-            if type(value) is int and not least <= value < _MOST:
-                raise ValueError(f"it has to be from {least:,} to {_MOST - 1:,}")
-    with named_in_errors(state, "base_seed"):
-        if state["base_seed"] is None and (state["batches"] or state["finished"]):
-            raise ValueError(
-                f"the state is of an epoch that has begun ({state['batches']:,} batches were returned, "
-                f"finished is {state['finished']}), and such an epoch has a base seed"
-            )
-
-
 def _with_settings(of_loader: State) -> State:
-    """The description of a loader, see `described`, with a separate key for each setting of its sampler."""
-    with named_in_errors(of_loader, "sampler_settings"):
-        settings: State = json.loads(of_loader["sampler_settings"])
-        others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}
-        return others | {f"sampler's {name}": value for name, value in settings.items()}
+    """A loader's description, with a separate key for each setting of its sampler."""
+    settings: State = json.loads(of_loader["sampler_settings"])
+    others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}
+    return others | {f"sampler's {name}": value for name, value in settings.items()}

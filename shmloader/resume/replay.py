@@ -33,7 +33,7 @@ from shmloader.indices.samplers import (
     sharded_sampler,
 )
 from shmloader.indices.tracked_batches import ADVICE, TrackedBatches, pass_over_end, track
-from shmloader.resume.compatibility import State, named_in_errors
+from shmloader.resume.compatibility import State
 from shmloader.resume.user_states import unpack_user_state
 
 
@@ -49,8 +49,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
         return batches_by_own_state(index_sampler, loaded, generator)
     source = _with_generator(index_sampler, loaded)
     if (sharded := sharded_sampler(index_sampler)) is not None:
-        with named_in_errors(loaded, "sampler_state"):
-            sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+        sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
         return iter(source)
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
@@ -72,8 +71,7 @@ def batches_by_own_state(
     at_begin = generator.get_state()
     make_state = functools.partial(unpack_user_state, loaded["sampler_state"])
     begin = loaded["sampler_batches"]
-    with named_in_errors(loaded, "sampler_state"):
-        load_own_state(sampler_with_state(index_sampler), make_state())
+    load_own_state(sampler_with_state(index_sampler), make_state())
     if not begin:
         # It may be the state of the last epoch's end. The sampler need not know of a base seed that was drawn
         # from the same generator since.
@@ -108,8 +106,7 @@ def _with_generator(index_sampler: Any, loaded: State) -> Any:
 def set_generator(generator: torch.Generator | None, loaded: State, name: str) -> None:
     """Set a generator to the compact state under a key of a state; either may be missing."""
     if generator is not None and loaded[name]:
-        with named_in_errors(loaded, name):
-            set_to(loaded[name], generator)
+        set_to(loaded[name], generator)
 
 
 def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded: State) -> None:

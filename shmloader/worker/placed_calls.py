@@ -35,21 +35,14 @@ SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | None]
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """One of torch's calls.
+    """One of torch's calls."""
 
-    Attributes:
-        owner: The module or class that has it.
-        name: Its name there.
-        second_way: Makes its result in the slot.
-        of_batches: Whether it is placed in ``dataset[i]`` that gives whole batches, and not in collation.
-        of_class: Whether it is a method of the class itself.
-    """
-
-    owner: Any
+    owner: Any  # the module or class that has it
     name: str
-    second_way: SecondWay
+    second_way: SecondWay  # makes its result in the slot
+    # Whether it is placed in ``dataset[i]`` that gives whole batches, and not in collation.
     of_batches: bool = False
-    of_class: bool = False
+    of_class: bool = False  # whether it is a method of the class itself
 
     def is_torchs(self) -> bool:
         """Whether the name stands for torch's own call, and not for a function of the program's."""
@@ -252,8 +245,13 @@ def own_call(number: int) -> Callable[..., Any]:
     return found
 
 
-RESIZES = ((torch.Tensor, "resize_"), (torch.Tensor, "resize_as_"), (torch.UntypedStorage, "resize_"))
-"""Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""
+RESIZES = (
+    (torch, "resize_as_"),
+    (torch.Tensor, "resize_"),
+    (torch.Tensor, "resize_as_"),
+    (torch.UntypedStorage, "resize_"),
+)
+"""Calls for which a placed result has to leave the slot: a storage in the slot cannot grow."""
 
 COMPILERS = ((torch, "compile"), (torch.jit, "script"))
 """Functions that look torch's own calls up by their names."""

@@ -40,12 +40,10 @@ class SpawnPayload:
     """The arguments of workers that are started together, the same but for their numbers. Main process.
 
     It is closed when all are started: a worker that starts later gets the dataset as it is then.
-
-    Attributes:
-        arrays_nbytes: Bytes of large arrays, which only the workers started with this payload share.
     """
 
     def __init__(self, method: str, make_arguments: MakeArguments) -> None:
+        # Bytes of large arrays, which only the workers started with this payload share.
         self.arrays_nbytes = 0
         self._method = method
         self._make_arguments = make_arguments

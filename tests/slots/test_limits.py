@@ -12,7 +12,7 @@ import pytest
 from small_places import cgroup, entering, memory_cgroup, run_in
 
 from shmloader import SharedMemoryExhausted
-from shmloader.memory import headroom, limits
+from shmloader.memory import limits
 
 MIB = 2**20
 
@@ -157,8 +157,8 @@ def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
 
 def test_after_a_refusal_the_next_request_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is refused room in advance asks for less at once, which may also be too much."""
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
-    monkeypatch.setattr(headroom, "_unchecked_nbytes", limits.SURE_NBYTES - 1)
+    monkeypatch.setattr(limits, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
+    monkeypatch.setattr(limits, "_unchecked_nbytes", limits.SURE_NBYTES - 1)
     for nbytes in (3 * MIB, 2 * MIB):
         with pytest.raises(SharedMemoryExhausted, match=f"{nbytes:,} bytes, but only 1,048,576 of"):
-            headroom.check_headroom(nbytes, f"a test needs {nbytes:,} bytes")
+            limits.check_headroom(nbytes, f"a test needs {nbytes:,} bytes")
