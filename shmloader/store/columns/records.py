@@ -46,7 +46,7 @@ from shmloader.store.columns.lists import Lists, Maps, any_lists
 from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
 
 _MOST_FIELDS = 4096
-_MOST_NAMES_OF_CONTAINERS = 64
+_MOST_NAMES, _MOST_NAMES_OF_CONTAINERS = 1024, 64  # of dicts inside of rows
 _SAMPLED = 16
 _LEAST_FILLED = 0.125  # of optional fields: if fewer are there, each dict keeps its own keys
 _MOST_TUPLE = 64
@@ -322,7 +322,8 @@ def _are_data(values: list[dict[Any, Any]], names: int, depth: int, *, is_alike:
     some = [type(one) for value in values[:_SAMPLED] for one in islice(value.values(), _SAMPLED)]
     containers = sum(kind is dict or (kind in (list, tuple) and depth > 0) for kind in some)
     is_trie = depth > 0 and not is_alike and 2 * some.count(dict) > len(some)
-    return is_trie or (names > _MOST_NAMES_OF_CONTAINERS and 2 * containers > len(some))
+    is_wide = names > _MOST_NAMES_OF_CONTAINERS and 2 * containers > len(some)
+    return is_trie or is_wide or (depth > 0 and names > _MOST_NAMES)
 
 
 def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> bool:
