@@ -321,7 +321,7 @@ def test_rows_are_chosen_in_the_ways_that_people_know() -> None:
         store["nothing"]
     text = repr(store)
     assert "1,000 rows" in text
-    assert "label  path" in text
+    assert "label: 0, path: '0.jpg'" in text
 
 
 def test_a_description_tells_the_fields() -> None:
