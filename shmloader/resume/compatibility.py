@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -14,6 +14,7 @@ from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
 from shmloader.indices.samplers import (
     is_torchs,
+    mixture_sampler,
     ranks_share,
     sampler_with_state,
     sharded_sampler,
@@ -52,7 +53,8 @@ ONE_RANK = (
 _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
-_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
+_OF_MIXTURES = ("mixture", "stopping_strategy", "epoch_size", "run_length")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES, *_OF_MIXTURES)
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
@@ -142,13 +144,25 @@ def is_between_epochs(state: Mapping[str, Any]) -> bool:
 
 
 def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
-    """The batches that were returned out of order, after the first one that is missing."""
-    return tuple(map(int, filter(None, state["batches_behind"].split(","))))
+    """The batches that were returned out of order, or are to be left out, from the first missing one on."""
+    runs = [text.split("-") for text in filter(None, state["batches_behind"].split(","))]
+    return tuple(position for run in runs for position in range(int(run[0]), int(run[-1]) + 1))
+
+
+def listed(positions: Iterable[int]) -> str:
+    """Batches as a state lists them: ``"7,10-20"``."""
+    runs: list[list[int]] = []
+    for position in sorted(positions):
+        if runs and position == runs[-1][1] + 1:
+            runs[-1][1] = position
+        else:
+            runs.append([position, position])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
-    _check_whole(state)
+    check_whole(state)
     index_sampler = settings.index_sampler
     sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
     of_loader = described(settings)
@@ -163,6 +177,7 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     if not {"sampler's run", "sampler's rank"}.isdisjoint(names):
         differences.append(ONE_RANK)
     has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
+    has_state = has_state or mixture_sampler(index_sampler) is not None
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
         differences = [f"sampler_state is {text!r:.50} in the state, and the sampler has {has} state_dict()"]
@@ -176,7 +191,7 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         )
 
 
-def _check_whole(state: Mapping[str, Any]) -> None:
+def check_whole(state: Mapping[str, Any]) -> None:
     """Refuse what is no state, a state of another version, and a damaged one."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")

@@ -20,6 +20,7 @@ from shmloader.indices.samplers import (
     generator_of,
     generator_states,
     has_place,
+    mixture_sampler,
     sampler_with_epoch,
     sampler_with_state,
     sharded_sampler,
@@ -32,6 +33,7 @@ from shmloader.resume.compatibility import (
     check_fit,
     checksum_of,
     described,
+    listed,
     signed,
     with_batches,
 )
@@ -109,7 +111,7 @@ class States:
             )
         settings = self._settings
         state = (self._constant or self._constant_of(settings, progress)).copy()
-        state["batches"], state["batches_behind"] = progress.taken, ",".join(map(str, progress.behind))
+        state["batches"], state["batches_behind"] = progress.taken, listed(progress.behind)
         stream = progress.stream
         others: State = _sampler_keys(settings, progress) if stream is None else stream.state(progress)
         if not others and self._constant is not None and not self._older:
@@ -142,6 +144,8 @@ class States:
         early = None if progress is None else progress.before_next
         before = early or (None if self._pass is None else self._pass.before)
         state = self._described(settings, progress, self._own_generators(settings, before))
+        if (mixed := mixture_sampler(settings.index_sampler)) is not None:
+            state["sampler_state"] = json.dumps(mixed.state_after(0, 1))
         stateful = sampler_with_state(settings.index_sampler)
         if progress is not None:
             state["batches"], state["finished"] = progress.taken, True
@@ -150,6 +154,27 @@ class States:
         elif stateful is not None:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
         return signed(state)
+
+    def seeds_of(self, epoch: int, loaded: State | None) -> tuple[int, int] | None:
+        """The base seed of an epoch, and its number in its iterator; None if they are not known.
+
+        They are known of the epoch in progress, or of a state that was loaded. With persistent workers they
+        are known of others, too.
+        """
+        progress = self._progress
+        if loaded is None and progress is not None:
+            persistent, number = bool(self._settings.persistent_workers), progress.iterator_epoch
+            base_seed, of_sampler, told = progress.base_seed, progress.sampler_epoch, progress.set_epoch
+        elif loaded is not None and loaded["base_seed"] is not None:
+            persistent, number = loaded["persistent_workers"], loaded["iterator_epoch"]
+            base_seed, of_sampler, told = loaded["base_seed"], loaded["sampler_epoch"], loaded["set_epoch"]
+        else:
+            return None
+        known = told if of_sampler is None else of_sampler
+        if known is None or (loaded is not None and loaded["finished"]):
+            return None
+        number += epoch - known
+        return (base_seed, number) if epoch == known or (persistent and number >= 0) else None
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
