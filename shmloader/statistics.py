@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shmloader.messages import shown
+from shmloader.verdict import Evidence, judge, time_of
 
-_LEAST_WAIT = 0.1  # share of the time; if next() waited for less, more workers could not help much
 _MOST_BAD_SAMPLES = 3  # that a table shows
 _Counts = TypeVar("_Counts")
 
@@ -118,6 +118,13 @@ class LoaderStatistics:
         epochs_prefetched: Epochs that began with batches that were made early (``prefetch_epochs``).
         epochs_in_vain: Epochs whose early batches were discarded and made again.
         iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
+        num_workers: Workers of the iterator that was begun last.
+        workers_made_s: Seconds that all workers together took to make batches.
+        usable_cores: Cores that this process may use.
+        own_cores: Cores that this process and its workers kept busy, on average since the loader's first
+            ``iter()``.
+        foreign_cores: Cores that everything else on the machine kept busy meanwhile.
+        throttled_share: Share of the scheduler's periods in which a cgroup's processor quota was used up.
         wait_for_workers_s: Seconds that ``next()`` waited for a batch.
         wait_for_first_batches_s: The part of `wait_for_workers_s` for the first batch of each epoch.
         wait_for_starts_s: The part of `wait_for_first_batches_s` in which new workers had not begun their
@@ -158,6 +165,12 @@ class LoaderStatistics:
     epochs_prefetched: int = 0
     epochs_in_vain: int = 0
     iterating_s: float = 0.0
+    num_workers: int = 0
+    workers_made_s: float = 0.0
+    usable_cores: int = 0
+    own_cores: float | None = None
+    foreign_cores: float = 0.0
+    throttled_share: float = 0.0
     wait_for_workers_s: float = 0.0
     wait_for_first_batches_s: float = 0.0
     wait_for_starts_s: float = 0.0
@@ -171,33 +184,35 @@ class LoaderStatistics:
     @property
     def verdict(self) -> str:
         """One sentence that names the bottleneck (the workers or the training loop), with the figures."""
-        total_s = self.iterating_s
         if self.torchs_way:
             return (
                 "Torch's own iterator loads the batches here, and nothing is counted. A RuntimeWarning says "
                 "why, once in each process."
             )
-        if not self.batches or not total_s:
-            return "No batch has been returned yet."
-        if self.in_process_s:
-            made = f"next() made the batches itself, in {_share(self.in_process_s, total_s)}"
-            return f"There are no workers: {made}; workers would save that."
-        start_s = self.wait_for_starts_s
-        work_s = self.wait_for_workers_s - start_s
-        waited = f"next() waited {_share(self.wait_for_workers_s, total_s)}"
-        if max(start_s, work_s) < _LEAST_WAIT * total_s:
-            return f"Your loop is the bottleneck: {waited}; more workers would not help."
-        if work_s < start_s:
-            return (
-                f"The start of the workers is the bottleneck: next() waited {_share(start_s, total_s)} until "
-                "they had started; without persistent_workers=True they start in each epoch."
-            )
-        if self.wait_for_first_batches_s - start_s > work_s / 2:
-            return (
-                f"The workers are the bottleneck: {waited}, mostly for the first batch of an epoch; quicker "
-                "samples would help, and prefetch_epochs=True may."
-            )
-        return f"The workers are the bottleneck: {waited}; more workers or quicker samples would help."
+        return judge(self.evidence()).text
+
+    def evidence(self) -> Evidence:
+        """The figures that the verdict rests on."""
+        chosen = self.autotune
+        slots = (self.slots_free, self.slots_granted, self.slots_published, self.slots_leased)
+        return Evidence(
+            batches=self.batches,
+            total_s=self.iterating_s,
+            wait_s=self.wait_for_workers_s,
+            first_s=self.wait_for_first_batches_s,
+            start_s=self.wait_for_starts_s,
+            in_process_s=self.in_process_s,
+            num_workers=self.num_workers,
+            usable_cores=self.usable_cores,
+            made_s=self.workers_made_s,
+            own_cores=self.own_cores,
+            foreign_cores=self.foreign_cores,
+            throttled_share=self.throttled_share,
+            held=self.slots_leased,
+            slots=sum(slots) + self.slots_guarded,
+            spills=self.spills,
+            autotune=chosen.why if chosen is not None and chosen.settled else "",
+        )
 
     def __str__(self) -> str:
         if self.torchs_way:
@@ -216,17 +231,17 @@ class LoaderStatistics:
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         yield "batches returned", f"{self.batches:,}"
-        yield "time in the loop", _time(self.iterating_s)
+        yield "time in the loop", time_of(self.iterating_s)
         if self.in_process_s:
-            yield "next() made batches", _time(self.in_process_s)
+            yield "next() made batches", time_of(self.in_process_s)
         else:
-            first, start = _time(self.wait_for_first_batches_s), _time(self.wait_for_starts_s)
+            first, start = time_of(self.wait_for_first_batches_s), time_of(self.wait_for_starts_s)
             parts = f"{first} of it for first batches, {start} until workers started"
-            yield "next() waited for workers", f"{_time(self.wait_for_workers_s)}, {parts}"
-            summed = f"{_time(self.workers_wait_for_slots_s)}, summed over the workers"
+            yield "next() waited for workers", f"{time_of(self.wait_for_workers_s)}, {parts}"
+            summed = f"{time_of(self.workers_wait_for_slots_s)}, summed over the workers"
             yield "workers waited for slots", summed
         if self.wait_for_device_s:
-            yield "next() waited for the accelerator", _time(self.wait_for_device_s)
+            yield "next() waited for the accelerator", time_of(self.wait_for_device_s)
         slots = {
             "free": self.slots_free,
             "being written": self.slots_granted,
@@ -238,6 +253,7 @@ class LoaderStatistics:
         if any(slots.values()):
             yield "slots", ", ".join(f"{count} {name}" for name, count in slots.items())
             yield "shared memory", f"{_size(self.reserved_nbytes)} reserved, {_size(self.used_nbytes)} used"
+        if self.largest_batch_nbytes:
             yield "largest batch", _size(self.largest_batch_nbytes)
 
     def _events(self) -> Iterator[tuple[str, str]]:
@@ -261,20 +277,35 @@ class LoaderStatistics:
                 yield label, f"{count:,}{spilled if label.endswith('private memory') else ''}"
 
 
-def _share(part_s: float, total_s: float) -> str:
-    return f"{_time(part_s)} of {_time(total_s)} ({part_s / total_s:.0%})"
-
-
-def _time(seconds: float) -> str:
-    if not seconds or seconds >= 0.9995:
-        return f"{seconds:,.1f} s"
-    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
-
-
 def _size(nbytes: int) -> str:
     if nbytes >= 1 << 20:
         return f"{nbytes / (1 << 20):,.1f} MiB"
     return f"{nbytes / (1 << 10):,.1f} KiB" if nbytes >= 1 << 10 else f"{nbytes} bytes"
+
+
+class Recorder(Protocol):
+    """Takes the times of batches while a loader is profiled; main process.
+
+    Attributes:
+        make_probe: Makes the probe of a worker.
+    """
+
+    make_probe: Callable[[], Any]
+
+    def begin_epoch(self, num_workers: int) -> None:
+        """Begin an epoch with so many workers."""
+
+    def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """An iterator over the same index batches that is timed."""
+
+    def begin_next(self, waited_ns: int) -> None:
+        """Note that the program asks for a batch; ``waited_ns`` counts all waiting of the loader so far."""
+
+    def end_next(self, waited_ns: int, held: int) -> None:
+        """Note that it gets one, and how many it holds besides."""
+
+    def note_times(self, worker_id: int, times: Any, payload: bytes) -> None:
+        """Take a worker's `BatchTimes`; ``payload`` is the packed index batch."""
 
 
 @dataclass
@@ -302,6 +333,8 @@ class Counters:
     in_process_ns: int = 0
     wait_for_device_ns: int = 0
     workers_wait_for_slots_ns: int = 0
+    workers_made_ns: int = 0
+    num_workers: int = 0
     torchs_way: bool = False
     warned_of_spills: bool = False
     warned_of_copies: bool = False
@@ -310,24 +343,49 @@ class Counters:
     earlier_ns: int = 0  # time in the loop, in epochs before it
     waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
     workers_are_new: bool = False  # they were started for this epoch
+    recorder: Recorder | None = None  # while the loader is profiled
     _owned: dict[type, Any] = field(default_factory=dict)
 
-    def begin_epoch(self, *, starts: bool = False) -> None:
+    def begin_epoch(self, num_workers: int = 0, *, starts: bool = False) -> None:
         """Count the time in the loop from now on; time outside of epochs does not count.
 
         Args:
+            num_workers: Workers now.
             starts: Whether workers were started for this epoch.
         """
         self.earlier_ns = self.iterating_ns
         self.began_ns = self.last_next_ns = time.perf_counter_ns()
         self.waited_before_ns = self.wait_for_workers_ns
         self.workers_are_new = starts
+        self.num_workers = num_workers
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have epochs that begin from now on recorded, or no longer."""
+        self.recorder = recorder
 
     def note_made(self, began_ns: int) -> None:
         """Count a batch that ``next()`` has made itself, and the time that this took."""
         self.batches += 1
         self.last_next_ns = time.perf_counter_ns()
         self.in_process_ns += self.last_next_ns - began_ns
+
+    def note_size(self, batch_nbytes: int) -> None:
+        """Note the size of a batch in its slot."""
+        self.largest_batch_nbytes = max(self.largest_batch_nbytes, batch_nbytes)
+
+    def note_spill(self, nbytes: int) -> None:
+        """Count a batch that was moved to private memory."""
+        self.spills += 1
+        self.spilled_nbytes += nbytes
+
+    def warns_of_spills(self) -> bool:
+        """Whether to warn of them now: once for each loader."""
+        before, self.warned_of_spills = self.warned_of_spills, True
+        return not before
+
+    def note_device(self, waited_ns: int) -> None:
+        """Count a wait for an accelerator."""
+        self.wait_for_device_ns += waited_ns
 
     def note_first_batch(self, made_ns: int) -> None:
         """Count the wait for the first batch of an epoch, or for one left out before it.

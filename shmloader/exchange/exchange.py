@@ -41,6 +41,7 @@ from shmloader.wire.records import (
     INLINE_NBYTES,
     PUBLISHED,
     SPIN_NS,
+    BatchTimes,
     EpochBegun,
     PieceReady,
     StreamEnded,
@@ -56,13 +57,8 @@ from shmloader.workers import Worker, Workers
 class Exchange:
     """Sends tasks to the workers of one iterator, and receives their answers.
 
-    Args:
-        table: The places.
-        workers: The workers.
-        lifecycle: The iterator's, told while this sleeps.
-        restarts: Workers that may be replaced.
-        timeout_s: Seconds without any answer, after which the worker of the due batch is replaced, or
-            `WorkerTimeout` raised; 0 for never.
+    After ``timeout_s`` without any answer the worker of the due batch is replaced, or `WorkerTimeout` raised;
+    0 is for never.
     """
 
     def __init__(
@@ -170,10 +166,7 @@ class Exchange:
         return records != b""
 
     def receive(self, due_from: int | None = None) -> None:
-        """Sleep until any worker has sent a record, and receive it.
-
-        Args:
-            due_from: The worker that has the next batch, to blame for a timeout.
+        """Sleep until any worker has sent a record, and receive it; ``due_from`` is blamed for a timeout.
 
         Raises:
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
@@ -244,6 +237,7 @@ class Exchange:
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
                 self.counters.workers_wait_for_slots_ns += wait_ns
+                self.counters.workers_made_ns += made_ns
                 if flags & DETACHED:
                     self.counters.detached += 1
             else:
@@ -259,6 +253,10 @@ class Exchange:
                 self.ended_streams.append(worker.worker_id)
         elif type(answer) is EpochBegun:
             self.joining.discard(worker.worker_id)
+        elif type(answer) is BatchTimes:
+            place, recorder = self.table.unreturned.get(answer.seq), self.counters.recorder
+            if place is not None and recorder is not None:
+                recorder.note_times(worker.worker_id, answer, place.payload)
 
     # --- workers that die or do not answer
 

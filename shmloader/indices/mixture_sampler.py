@@ -284,12 +284,15 @@ class MixtureSampler(DistributedSampler[int]):
 
     # --- states
 
-    def state_after(self, batches: int, batch_size: int) -> dict[str, Any]:
-        """The state after a number of batches of the present epoch.
+    def state_after(
+        self, batches: int, batch_size: int, begin: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The state after a number of batches of an epoch.
 
         Args:
             batches: Batches that each rank has had, those before a resumed state included.
             batch_size: Samples in each of them since then.
+            begin: The state that the epoch began with, if another one may have begun since.
 
         Raises:
             ResumeError: If the batch size is no multiple of ``run_length``.
@@ -297,6 +300,8 @@ class MixtureSampler(DistributedSampler[int]):
         of_epoch = [begin[1:] for begin in self._begins if begin[0] == self.epoch]
         latest = [begin[1:] for begin in self._begins]
         consumed, before = self._loaded if any(self._loaded) else (of_epoch or latest or [(0, 0)])[-1]
+        if begin is not None:
+            consumed, before = begin["consumed"], begin["batches"]
         if batches < before:
             consumed = before = 0
         if batches > before and batch_size % self.run_length:
@@ -305,7 +310,7 @@ class MixtureSampler(DistributedSampler[int]):
                 "of a run, and no state can tell of that: let the batch size be a multiple"
             )
         consumed += (batches - before) * batch_size * self.num_replicas
-        draws = self._draws_in(self.epoch) if batches else None
+        draws = self._draws_in(self.epoch) if batches and begin is None else None
         if draws is not None:
             consumed = min(consumed, draws * self.run_length)
         changes = [[*place, weights] for place, weights in sorted(self._changes.items())]

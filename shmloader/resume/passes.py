@@ -19,12 +19,14 @@ from shmloader.indices.samplers import (
     mixture_sampler,
     sampler_with_epoch,
     sampler_with_state,
+    sharded_sampler,
 )
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, load_place, set_generator
 from shmloader.resume.stream_progress import StreamProgress
+from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
 
 
@@ -120,11 +122,21 @@ class Pass:
         elif settings.is_iterable or (goes_on is not None and before is not None):
             before = generator_states(settings.index_sampler, settings.generator)  # all is drawn, or set
         progress = Progress(
-            *seeds, sampler_epoch, global_before, before, done, self._set_epoch, in_order, self.stream
+            *seeds,
+            sampler_epoch,
+            global_before,
+            before,
+            done,
+            self._set_epoch,
+            in_order,
+            self.stream,
+            by_arrival=not (settings.comes_in_order or settings.is_iterable),
         )
+        if goes_on is not None and goes_on["sampler_state"] and sharded_sampler(settings.index_sampler):
+            progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
         batches = self._batches(sampler_iter)
         if isinstance(batches, TrackedBatches):
-            batches.follow(lambda: progress.taken, self._is_asked, self._looks)
+            batches.follow(lambda: progress.oldest, self._is_asked, self._looks)
             progress.track(batches)
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
