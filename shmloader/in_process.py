@@ -162,7 +162,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken()
-            self._counters.failures += 1
+            self._counters.note_failure()
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
             raise

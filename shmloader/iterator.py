@@ -337,7 +337,7 @@ class SlotIterator(torch_private.OwnOrder):
                 told, report = batch, batch.stream
                 batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
                 if told.error:
-                    self._counters.failures += 1
+                    self._counters.note_failure()
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
                     self._take(position, worker_id, report)

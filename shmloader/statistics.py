@@ -359,6 +359,14 @@ class Counters:
         self.workers_are_new = starts
         self.num_workers = num_workers
 
+    def note_detached(self) -> None:
+        """Count a batch whose memory its worker kept."""
+        self.detached += 1
+
+    def note_failure(self) -> None:
+        """Count an exception in place of a batch."""
+        self.failures += 1
+
     def record(self, recorder: Recorder | None) -> None:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder

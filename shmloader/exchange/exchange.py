@@ -247,7 +247,7 @@ class Exchange:
                 self.counters.workers_wait_for_slots_ns += wait_ns
                 self.counters.workers_made_ns += made_ns
                 if flags & DETACHED:
-                    self.counters.detached += 1
+                    self.counters.note_detached()
             else:
                 self._accept_other(worker, records, begin)
 

@@ -20,6 +20,7 @@ MAIN = {"wait": "waiting for a batch", "sampler": "sampler", "next": "next() its
 WORKERS = {"fetch": "fetch", "collate": "collate", "write": "write", "idle": "waiting for a slot"}
 """Parts of the time of the main process and of the workers, with their names in the table."""
 
+_MOST_DRAWN = 300  # batches in a picture: more would be thinner than a pixel
 _LEAST_OF_WORKER = 5  # batches, for a worker to be compared with the others
 
 
@@ -125,13 +126,15 @@ class ProfileReport:
         Path(path).write_text(json.dumps({"traceEvents": list(self._events())}), encoding="utf-8")
 
     def save_picture(self, path: str | PathLike[str]) -> None:
-        """Draw the batches over time, a row for the main process and one for each worker (needs matplotlib).
+        """Draw the last 300 batches over time, a row for the main process and one for each worker.
 
-        The form (PNG, SVG, PDF) is that of the name's ending.
+        The form (PNG, SVG, PDF) is that of the name's ending. It needs matplotlib (``shmloader[plots]``).
         """
         from shmloader.profiling.picture import draw
 
-        draw(path, self)
+        last = self.returned[-_MOST_DRAWN:]
+        begin_s = last[0].began_ns / 1e9 - last[0].step_s if last else 0.0
+        draw(path, self.verdict.text, [span for span in self.spans() if span[2] >= begin_s])
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """What was done when: who, the part of the time, when it began, and for how long, in seconds."""
