@@ -30,8 +30,7 @@ from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
-from shmloader.worker.collate import empty
-from shmloader.worker.packed_collate import collate_packed
+from shmloader.worker.collate import collate_packed, empty
 
 __version__ = "0.1.0"
 

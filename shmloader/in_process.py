@@ -1,7 +1,4 @@
-"""One pass over a loader without workers: torch's single-process loading, with our fetcher.
-
-If a sample raises, the fetcher continues if ``on_error`` says so. Otherwise a note names the sample.
-"""
+"""One pass over a loader without workers: torch's single-process loading, with our fetcher."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts, warn_of_bad_samples
-from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.indices.samplers import generator_states, states_if_drawn
 from shmloader.resume import Pass
@@ -26,11 +23,7 @@ from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):
-    """Iterates over a loader with ``num_workers=0``, in the main process.
-
-    Raises:
-        AssertionError: If the loader has a timeout, as torch has it.
-    """
+    """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
@@ -72,7 +65,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
-        sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
+        sampler = self._index_sampler
+        sampler_iter = index_runs(sampler) or index_arrays(sampler) or self._sampler_iter
         self._sampler_iter, self._progress = one_pass.begin(sampler_iter, drawn, seeds)
         if recorder is not None:
             self._sampler_iter = recorder.time_sampler(self._sampler_iter)
@@ -112,7 +106,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 self._progress.end()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
-            self._note_taken()
+            self._note_taken(returned=batch is not LEFT_OUT)
             if batch is not LEFT_OUT:
                 break
         if self._pins and not captured:
@@ -161,7 +155,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         except BaseException as error:
             self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
-                self._note_taken()
+                self._note_taken(returned=False)
             self._counters.note_failure()
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
@@ -171,10 +165,12 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._report = batch.stream
         return self._counters.of(ReportCounts).take(batch, self._counters.batches)
 
-    def _note_taken(self) -> None:
+    def _note_taken(self, *, returned: bool) -> None:
         if self._stream is not None:
-            self._stream.take(self._progress, 0, self._report)
+            self._stream.take(self._progress, 0, self._report, returned=returned)
+        elif self._progress.done == self._position:
+            self._progress.take(self._position, returned=returned)
         else:  # with this one, those before it whose calls were interrupted
             for position in range(self._progress.taken, self._position + 1):
                 if position not in self._behind:
-                    self._progress.take(position)
+                    self._progress.take(position, returned=returned and position == self._position)

@@ -54,11 +54,8 @@ _END_S = 5.0  # longer than the interpreter takes to end
 class SlotIterator(torch_private.OwnOrder):
     """Iterates over a loader whose workers collate into slots.
 
-    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed. It
-    starts no other thread. Several threads may call ``next()``: each batch comes to one of them.
-
-    Attributes:
-        table: The places, for statistics.
+    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed.
+    Several threads may call ``next()``: each batch comes to one of them. `table` has the places.
     """
 
     def __init__(
@@ -287,7 +284,7 @@ class SlotIterator(torch_private.OwnOrder):
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
             if self._copies is not None:
                 self._copies.measure(processes, batch_nbytes)
-            self._note_end()
+            self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
             if self._copies is not None:
@@ -310,9 +307,6 @@ class SlotIterator(torch_private.OwnOrder):
         while exchange.ended_streams:
             scheduler.drop_out(exchange.ended_streams.pop())
 
-    def _note_end(self) -> None:
-        self._progress.end(self._scheduler.states_before_early)
-
     def _return(self, place: Place) -> Any:
         """The batch of a place where it has arrived, or ``LEFT_OUT``; raises the exception in its place."""
         # From `take` on, the place may be another task's.
@@ -326,7 +320,7 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             self._scheduler.send_more()
         except Exception:  # the sampler's own is in the batch's place, as in torch
-            self._take(position, worker_id, report)
+            self._pass_over(position, worker_id, report)
             raise
         try:
             if delivery is not None:
@@ -340,29 +334,29 @@ class SlotIterator(torch_private.OwnOrder):
                     self._counters.note_failure()
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
-                    self._take(position, worker_id, report)
+                    self._pass_over(position, worker_id, report)
                     return batch
             if delivery is not None and finish_copy is None:
                 batch = delivery.deliver(batch, place)
         except Exception as error:
-            self._take(position, worker_id, report)  # the next call continues after it
+            self._pass_over(position, worker_id, report)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
-                self._note_end()
+                self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
         self._counters.batches += 1
         if self._stream is None:
             self._progress.take(position)
         else:
-            self._take(position, worker_id, report)
+            self._stream.take(self._progress, worker_id, report, returned=True)
         return batch
 
-    def _take(self, position: int, worker_id: int, report: StreamReport | None) -> None:
-        """Note that the program has a batch, or the exception in its place."""
+    def _pass_over(self, position: int, worker_id: int, report: StreamReport | None) -> None:
+        """Note that a batch is left out, or that the program has the exception in its place."""
         if self._stream is None:
-            self._progress.take(position)
+            self._progress.take(position, returned=False)
         else:
-            self._stream.take(self._progress, worker_id, report)
+            self._stream.take(self._progress, worker_id, report, returned=False)
 
     def _warn(self) -> None:
         """Give the table's warning; no batch is lost if the program's filters make it an error."""
@@ -416,7 +410,7 @@ class SlotIterator(torch_private.OwnOrder):
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
-        self._all_workers.closed_because = self._all_workers.closed_because or because
+        self._all_workers.close_for(because)
         if self._all_workers.workers:
             self._all_workers.interrupt()
             self._lifecycle.await_others()

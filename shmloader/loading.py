@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,15 +46,9 @@ class Loading:
 
     Attributes:
         loader: Returns the loader.
-        counters: Its counters.
-        iterators: Its live iterators.
+        iterators: Those that live.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
-        states: Its states.
-        owners: The datasets whose ``set_epoch()`` it calls; None before they are looked for, once for each
-            iterator.
-        advised: Whether it was looked for datasets that are not told of epochs.
-        processor_before: The processor time used before its first workers started.
     """
 
     loader: Callable[[], Any]
@@ -63,9 +57,9 @@ class Loading:
     auto: Auto | None = None
     closes: int = 0
     states: States = field(default_factory=States)
-    owners: list[Any] | None = None
-    advised: bool = False
-    processor_before: ProcessorUse | None = None
+    owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
+    advised: bool = False  # whether it was looked for datasets that are not told of epochs
+    processor_before: ProcessorUse | None = None  # used before its first workers started
 
     def __post_init__(self) -> None:
         if _profile_each is not None:
@@ -76,17 +70,13 @@ class Loading:
         return types.NoneType, ()
 
     def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
-        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
-
-        The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
-        loaded, which has a base seed of its own.
-        """
+        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left."""
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
-            else:
+            else:  # the state has a base seed of its own
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
@@ -195,17 +185,32 @@ class Loading:
                 UserWarning,
             )
 
-    def state_dict(self) -> State:
+    def state_dict(self, taken: int | None = None) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
         loader = self.loader()
-        if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
+        if _LOADED not in vars(loader) and (counted := self.states.counted(taken)) is not None:
             return counted
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
-        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
+        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
+
+    def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """What a look-ahead gives, followed by the loader's state; see `DataLoader.follow`."""
+        from shmloader.resume.following import Followed
+
+        return Followed(self.states, batches, self.explain_reader)
+
+    def explain_reader(self) -> None:
+        """Raise the error for a reader that has got no batch of this loader; torch's way has no states."""
+        if not self.counters.torchs_way:
+            dataset = type(self.loader().dataset).__qualname__
+            raise ResumeError(
+                f"follow() was given batches of another loader than this one of {dataset}, which has begun "
+                "no epoch. If a framework has built another loader from it, call follow() of that one."
+            )
 
     def state_after_epoch(self, epoch: int) -> State:
-        """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        """See `States.state_after_epoch`."""
         loader = self.loader()
         return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
 
@@ -262,7 +267,6 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
 
 def _loaded_state(loader: Any) -> State | None:
-    """The state that the next ``iter(loader)`` continues from, or None."""
     state: State | None = vars(loader).get(_LOADED)
     return state
 
@@ -304,8 +308,7 @@ def profile_each(profile: Callable[[Loading], None]) -> None:
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    It belongs to one object: frameworks copy ``__dict__`` from loader to loader, and a copy must not close
-    the original's iterators.
+    Frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's iterators.
     """
     try:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()

@@ -377,6 +377,24 @@ class Counters:
         self.last_next_ns = time.perf_counter_ns()
         self.in_process_ns += self.last_next_ns - began_ns
 
+    def note_size(self, batch_nbytes: int) -> None:
+        """Note the size of a batch in its slot."""
+        self.largest_batch_nbytes = max(self.largest_batch_nbytes, batch_nbytes)
+
+    def note_spill(self, nbytes: int) -> None:
+        """Count a batch that was moved to private memory."""
+        self.spills += 1
+        self.spilled_nbytes += nbytes
+
+    def warns_of_spills(self) -> bool:
+        """Whether to warn of them now: once for each loader."""
+        before, self.warned_of_spills = self.warned_of_spills, True
+        return not before
+
+    def note_device(self, waited_ns: int) -> None:
+        """Count a wait for an accelerator."""
+        self.wait_for_device_ns += waited_ns
+
     def note_first_batch(self, made_ns: int) -> None:
         """Count the wait for the first batch of an epoch, or for one left out before it.
 

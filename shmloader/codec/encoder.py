@@ -54,7 +54,6 @@ class _BatchPickler(ForkingPickler):
 _ADDED = make_placeholder()
 """Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
-
 _MOST_KNOWN = 256  # headers
 
 
@@ -84,35 +83,32 @@ class Encoder:
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
         self._known: dict[PickleBuffer, _Known] = {}  # by their first placeholder
-        self._repeat = True  # whether batches have consisted of placeholders alone so far
 
     def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
 
         Leaves that are already in the slot stay there; collation leaves their placeholders in the batch. The
-        others are copied in, after the slot was grown to what the whole batch needs.
-
-        Args:
-            batch: The batch.
-            found: Takes the address and the length of each leaf, as it was when the batch was made.
+        others are copied in, after the slot was grown to what the whole batch needs. ``found`` takes the
+        address and the length of each leaf, as it was when the batch was made.
         """
         pickler, outputs = self._pickler, self._allocator.rows
         kind: type = type(batch)
         if kind is PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
-        values: list[Any] = []
-        if self._repeat and kind in (dict, list, tuple):
-            values = list(batch.values() if kind is dict else batch)
-            if values and type(values[0]) is PickleBuffer:
-                known = self._known.get(values[0])
-                if known is not None and _is_same(known, kind, batch, values):
-                    return self._commit(known.header)
+        values: Sequence[Any] = ()
+        if kind in (dict, list, tuple):
+            values = list(batch.values()) if kind is dict else batch
+        repeats = bool(values) and type(values[0]) is PickleBuffer
+        if repeats:
+            known = self._known.get(values[0])
+            if known is not None and _is_same(known, kind, batch, values):
+                return self._commit(known.header)
         self._outputs, self._found = outputs, found
         try:
             pickler.dump(with_large_bytes(batch))
             header = join_header(pickler.written, self._rows)
-            if values and not self._copies:
-                self._learn(kind, batch, values, header)
+            if repeats and not self._copies:
+                self._learn(kind, batch, list(values), header)
             return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
@@ -124,12 +120,8 @@ class Encoder:
     def _learn(self, kind: type, batch: Any, values: list[Any], header: bytes) -> None:
         """Remember the header of a container that holds nothing but outputs' placeholders."""
         names = list(batch) if kind is dict else []
-        self._repeat = (
-            {PickleBuffer}.issuperset(map(type, values))
-            and {str}.issuperset(map(type, names))
-            and self._outputs.keys() >= set(values)
-        )
-        if self._repeat:
+        are_outputs = {PickleBuffer}.issuperset(map(type, values)) and self._outputs.keys() >= set(values)
+        if are_outputs and {str}.issuperset(map(type, names)):
             if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
                 self._known.clear()
             self._known[values[0]] = _Known(kind, names, values, header)
@@ -179,7 +171,7 @@ class Encoder:
         return Encoded(begin, total, spilled)
 
 
-def _is_same(known: _Known, kind: type, batch: Any, values: list[Any]) -> bool:
+def _is_same(known: _Known, kind: type, batch: Any, values: Sequence[Any]) -> bool:
     """Whether a batch is the container of which a header is known: the same keys and very placeholders."""
     return (
         kind is known.kind

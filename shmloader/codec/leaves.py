@@ -39,17 +39,10 @@ class Add(Protocol):
     """Adds a leaf to the batch that is being pickled."""
 
     def __call__(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
-        """Add a leaf, whose items lie at ``address`` in row-major order.
+        """Add a leaf, whose items lie at ``address`` in row-major order; see `Leaf`.
 
-        Args:
-            kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
-            code: Position in ``DTYPES``.
-            shape: Sizes in items.
-            address: Of the first item, in the worker.
-            owner: Keeps the memory alive until it is copied.
-
-        Returns:
-            The placeholder of this leaf. No other leaf may be added before the pickler meets it.
+        ``owner`` keeps the memory alive until it is copied. Returns the placeholder of this leaf. No other
+        leaf may be added before the pickler meets it.
         """
 
 
@@ -111,11 +104,17 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
     if not tensor.is_contiguous() or 1 in shape:
         strides = tensor.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if strides != _row_major(shape) and 0 < span <= tensor.numel():
+        if strides != row_major(shape) and 0 < span <= tensor.numel():
             # Permuted or overlapping items, with hardly any gaps: the memory is sent as it is.
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
             return with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
+    there = tensor.untyped_storage().nbytes()
+    if there < tensor.nbytes:
+        raise RuntimeError(
+            f"a tensor of shape {list(shape)} has {there:,} bytes of memory and needs {tensor.nbytes:,}: it "
+            "could not be resized. Make a new one, with clone() or torch.empty()."
+        )
     if len(shape) > MOST_DIMENSIONS:
         placeholder = add(TENSOR, code, (tensor.numel(),), tensor.data_ptr(), tensor)
         return with_strides, ([placeholder], tuple(shape), tensor.stride())
@@ -128,7 +127,7 @@ def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
     return operator.getitem, ([placeholder], 0)
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a new tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
 

@@ -100,14 +100,8 @@ class CudaDriver:
 
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
-    Each call raises `DriverError` if it fails.
-
-    Args:
-        path: The library.
-
-    Raises:
-        OSError: If there is no such library.
-        AttributeError: If it lacks a function.
+    Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
+    `AttributeError` if it lacks a function.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -123,7 +117,11 @@ class CudaDriver:
         self._call("cuInit", 0)
         count = c_int()
         self._call("cuDeviceGetCount", byref(count))
-        self._ordinals = [self._ordinal(device) for device in range(count.value)]
+        self._ordinals: list[int] = []
+        for device in range(count.value):
+            ordinal = c_int()
+            self._call("cuDeviceGet", byref(ordinal), device)
+            self._ordinals.append(ordinal.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._calls[name](*arguments)
@@ -152,11 +150,6 @@ class CudaDriver:
             self._contexts[device] = context
         return self._contexts[device]
 
-    def _ordinal(self, device: int) -> int:
-        ordinal = c_int()
-        self._call("cuDeviceGet", byref(ordinal), device)
-        return ordinal.value
-
     def version(self) -> int:
         """The newest version of CUDA that the driver supports: 12060 is 12.6."""
         version = c_int()
@@ -175,10 +168,7 @@ class CudaDriver:
         return found
 
     def home(self) -> int:
-        """The device in whose context memory is registered.
-
-        A context takes memory of its device, so it is one that is in use, if there is one.
-        """
+        """The device in whose context memory is registered: one in use, since a context takes its memory."""
         if self._home is None:
             current, active = torch.cuda.current_device(), self.active_devices()
             self._home = current if current in active or not active else active[0]
@@ -201,8 +191,7 @@ class CudaDriver:
                 self._call("cuCtxSynchronize")
 
     def _new_event(self, device: int) -> Event:
-        spare = self._events.setdefault(device, [])
-        if spare:
+        if spare := self._events.setdefault(device, []):
             return spare.pop()
         handle = c_void_p()
         self._call("cuEventCreate", byref(handle), _DISABLE_TIMING)
@@ -245,7 +234,14 @@ class CudaDriver:
             return True
         for device in self.active_devices():
             status, ask = c_int(), self._calls["cuStreamIsCapturing"]
-            streams = self._streams.get(device) or self._find_streams(device)
+            streams = self._streams.get(device)
+            if streams is None:
+                pools = {
+                    torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
+                    for priority in _PRIORITIES
+                    for _ in range(_STREAMS_OF_TORCH)
+                }
+                streams = self._streams[device] = [c_void_p(stream) for stream in (0, *pools)]
             with self._on(device):
                 for place, stream in enumerate(streams):
                     if ask(stream, byref(status)) or status.value:
@@ -254,15 +250,6 @@ class CudaDriver:
                         self._streams[device] = [*streams[:place], *streams[place + 1 :], stream]
                         return True
         return False
-
-    def _find_streams(self, device: int) -> list[c_void_p]:
-        pools = {
-            torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
-            for priority in _PRIORITIES
-            for _ in range(_STREAMS_OF_TORCH)
-        }
-        self._streams[device] = [c_void_p(stream) for stream in (0, *pools)]
-        return self._streams[device]
 
     def current_stream(self, device: int) -> int:
         """The calling thread's current stream."""

@@ -57,13 +57,8 @@ from shmloader.workers import Worker, Workers
 class Exchange:
     """Sends tasks to the workers of one iterator, and receives their answers.
 
-    Args:
-        table: The places.
-        workers: The workers.
-        lifecycle: The iterator's, told while this sleeps.
-        restarts: Workers that may be replaced.
-        timeout_s: Seconds without any answer, after which the worker of the due batch is replaced, or
-            `WorkerTimeout` raised; 0 for never.
+    After ``timeout_s`` without any answer the worker of the due batch is replaced, or `WorkerTimeout` raised;
+    0 is for never.
     """
 
     def __init__(
@@ -171,10 +166,7 @@ class Exchange:
         return records != b""
 
     def receive(self, due_from: int | None = None) -> None:
-        """Sleep until any worker has sent a record, and receive it.
-
-        Args:
-            due_from: The worker that has the next batch, to blame for a timeout.
+        """Sleep until any worker has sent a record, and receive it; ``due_from`` is blamed for a timeout.
 
         Raises:
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.

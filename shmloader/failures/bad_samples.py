@@ -1,7 +1,6 @@
 """Bad samples: samples that raise, and without which the loader continues (``on_error``).
 
-The process that fetches leaves a bad sample out, or puts another in its place. What there is to tell,
-and an exception, comes as a `Report` in place of the batch. The main process counts, and warns once.
+The process that fetches leaves them out or replaces them, and reports; the main process counts and warns.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ _EXAMPLES = 3
 _NOT_A_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError, LoaderError)
 
 
-class _LeftOut:
-    """Stands for a batch that had no good sample; the class itself, which arrives as the same object."""
-
-
-LEFT_OUT = _LeftOut
+class LEFT_OUT:  # noqa: N801 - the class itself, which arrives as the same object
+    """Stands for a batch that had no good sample."""
 
 
 class Report(NamedTuple):
@@ -119,11 +115,7 @@ def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
 
 
 def is_a_samples_fault(error: Exception) -> bool:
-    """Whether one sample caused an exception: not if memory ran out, or a loader inside the dataset failed.
-
-    ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are not an ``Exception`` and do not come
-    here.
-    """
+    """Whether one sample caused an exception: not if memory ran out or a loader inside the dataset failed."""
     if isinstance(error, ExceptionGroup):
         return all(map(is_a_samples_fault, error.exceptions))
     return not isinstance(error, _NOT_A_SAMPLES_FAULT)

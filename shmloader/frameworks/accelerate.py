@@ -98,23 +98,13 @@ def _is_idle(adapter: Any) -> bool:
 
 def _set_epoch(set_epoch: Any, adapter: Any, epoch: int) -> None:
     """``set_epoch`` of accelerate's loaders, which tells the dataset in workers too."""
-    set_epoch(_Telling(adapter), epoch)
-
-
-class _Telling:
-    """One of accelerate's loaders, whose dataset is told of an epoch through the loader inside."""
-
-    def __init__(self, adapter: Any) -> None:
-        vars(self)["adapter"] = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        value, loader = getattr(self.adapter, name), self.adapter.base_dataloader
-        if name != "dataset" or not hasattr(value, "set_epoch"):
-            return value
-        return SimpleNamespace(set_epoch=loading_of(loader).set_dataset_epoch)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.adapter, name, value)
+    if hasattr(adapter.dataset, "set_epoch"):
+        told = loading_of(adapter.base_dataloader).set_dataset_epoch
+        vars(adapter)["dataset"] = SimpleNamespace(set_epoch=told)
+    try:
+        set_epoch(adapter, epoch)
+    finally:
+        vars(adapter).pop("dataset", None)
 
 
 def _is_wanted(adapter: Any) -> bool:

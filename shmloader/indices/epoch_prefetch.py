@@ -1,10 +1,9 @@
 """``prefetch_epochs``: the next epoch's first index batches, drawn while this epoch's last ones are in use.
 
-Main process only. The rule: the sampler is asked for its next epoch as soon as this epoch's last task is
-sent. The batches are the same as without it if the order depends on nothing but a generator that the loader
-alone uses, or on the epoch that ``set_epoch()`` sets: other samplers are refused. If the program sets another
-epoch than expected, leaves the epoch early, or changes the dataset, the early batches are discarded and made
-again.
+Main process only. The batches are the same as without it if the order depends on nothing but a generator that
+the loader alone uses, or on the epoch that ``set_epoch()`` sets: other samplers are refused. If the program
+sets another epoch than expected, leaves the epoch early, or changes the dataset, the early batches are
+discarded and made again.
 """
 
 from __future__ import annotations
@@ -86,9 +85,9 @@ class NextEpoch:
         self._discarded = 0  # epochs in a row
         self._failed = False  # whether the sampler has raised when it drew early in this epoch
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []  # before drawing early
-        self._epoch: int | None = None  # the number that the sampler was given, and ...
-        self._step = 1  # ... how much larger than the one before
-        self._expected: int | None = None
+        # The sampler's epoch, how much larger it is than the one before, and the one that was drawn early.
+        self._epoch: int | None = None
+        self._step, self._expected = 1, -1
 
     def begin_epoch(self) -> None:
         """Learn how the program counts epochs; called when one begins."""
@@ -103,26 +102,24 @@ class NextEpoch:
         if self._discarded >= _MOST_DISCARDED or self._failed:
             return NOTHING
         try:
-            return self._draw()
+            return self._begin() if self._iterator is None else next(self._iterator, NOTHING)
         except Exception:  # noqa: BLE001 - the sampler's own, which it raises again when that epoch begins
             self._failed = True
             self._set_back()
             return NOTHING
 
-    def _draw(self) -> Any:
-        if self._iterator is not None:
-            return next(self._iterator, NOTHING)
+    def _begin(self) -> Any:
         if self._sampler is None:
-            return self._begin()
+            return self._first()
         epoch = self._sampler.epoch
         self._expected = epoch + self._step
         try:
             self._sampler.set_epoch(self._expected)
-            return self._begin()
+            return self._first()
         finally:
             self._sampler.set_epoch(epoch)
 
-    def _begin(self) -> Any:
+    def _first(self) -> Any:
         found = [attribute_of(sampler, "generator") for sampler in with_inner(self._index_sampler)]
         self._states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
         self.before = generator_states(self._index_sampler, self._generator)

@@ -101,7 +101,7 @@ def load_own_state(one: Any, state: Any) -> None:
 
 
 def is_torchs(index_sampler: Any) -> bool:
-    """Whether a sampler is one of torch's (or `ShardedSampler`), or torch's `BatchSampler` over one."""
+    """Whether a sampler is one of torch's or a `ShardedSampler`, or torch's `BatchSampler` over one."""
     return type(sampler_of_indices(index_sampler)) in _TORCHS
 
 
@@ -156,7 +156,7 @@ class GeneratorStates(NamedTuple):
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:
-    """Read the states of a sampler's and a loader's generators; takes 3 µs."""
+    """The present states of a sampler's and a loader's generators."""
     drawn_from = generator_of(index_sampler)
     other = None if generator is drawn_from else generator
     return GeneratorStates(*(None if one is None else one.get_state() for one in (drawn_from, other)))
@@ -167,10 +167,7 @@ def states_if_drawn(
 ) -> GeneratorStates | None:
     """States for a sampler whose ``__iter__`` has drawn the order; None if it draws with the first batch.
 
-    Args:
-        index_sampler: The sampler, after torch's iterator has begun to iterate over it and drawn a base seed.
-        generator: The loader's.
-        before: States of the generators before that.
+    Called after torch's iterator has begun to iterate over the sampler and drawn a base seed.
     """
     drawn_from, of_seed = generator_of(index_sampler), generator or torch.default_generator
     if drawn_from is None or not isinstance(before.sampler, torch.Tensor):

@@ -31,6 +31,9 @@ ADVICE = (
     "loader.state_dict() before the first epoch: then its state is read with each batch."
 )
 
+HISTORY = 1024
+"""Batches that were returned and whose checksums are kept, for a state after fewer batches than all."""
+
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
 
@@ -46,10 +49,7 @@ def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False)
 
 
 class TrackedBatches(Iterator[Any]):
-    """Index batches of one epoch, from batch ``begin`` on.
-
-    If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
-    once they are iterated over.
+    """Index batches of one epoch, from batch ``begin`` on, where the sampler's own ``state`` was loaded.
 
     In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
     """
@@ -68,7 +68,7 @@ class TrackedBatches(Iterator[Any]):
         self._name = type(sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = sampler_with_state(index_sampler)
-        self._oldest = self._drawn = begin
+        self._begin = self._oldest = self._drawn = begin
         self._length = 0  # the sampler's own length, if it has one
         if stateful is not None:
             with contextlib.suppress(Exception):  # torch need not ask for it
@@ -86,7 +86,7 @@ class TrackedBatches(Iterator[Any]):
         """Follow the program.
 
         Args:
-            taken: Returns how many batches it has had; what is known of earlier ones is dropped.
+            taken: Returns how many batches it has had; of earlier ones only checksums are kept.
             reads_each: Returns whether to read the sampler's state after each batch; else before and after
                 the first one: with that, some samplers draw a seed, and with their last one they may begin
                 anew.
@@ -122,9 +122,16 @@ class TrackedBatches(Iterator[Any]):
                 self._first, self._checksum = latest, 0
         self._after[drawn] = *latest, self._checksum
         while self._oldest < min(self._taken(), self._drawn) - 1:
-            self._after.pop(self._oldest, None)
+            self._forget(self._oldest)
             self._oldest += 1
         return index_batch
+
+    def _forget(self, drawn: int) -> None:
+        """Keep only the checksum of batches: a state after them is the first one, and a count."""
+        if drawn > self._begin:  # that before the first batch stays
+            self._after[drawn] = *self._first, self._checksum_at(drawn) or 0
+        if drawn - HISTORY > self._begin:
+            self._after.pop(drawn - HISTORY, None)
 
     def own_state(self, taken: int) -> tuple[int, Any, int | None]:
         """The sampler's own state for a program that has had ``taken`` batches, and the batches before it.
@@ -142,7 +149,7 @@ class TrackedBatches(Iterator[Any]):
         wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
         if wanted not in self._after:  # the epoch was resumed after this batch, so there was another
             wanted = min(taken, self._drawn)
-        begin, state, _ = self._after[wanted]
+        begin, state, _ = self._after.get(wanted) or (*self._first, None)
         if isinstance(state, ResumeError):
             raise ResumeError(*state.args) from state.__cause__  # a new one: it gets a traceback
         return begin, state, self._checksum_at(taken) if begin < wanted else None

@@ -11,8 +11,7 @@ Memory is reserved before it is touched: touching a page for which there is no m
 from __future__ import annotations
 
 from shmloader.memory.limits import check_headroom, spare_nbytes
-from shmloader.memory.mapping import PAGE_NBYTES, Extent, map_copy_on_write, whole_pages
-from shmloader.memory.platform import why_unavailable
+from shmloader.memory.mapping import PAGE_NBYTES, Extent, map_copy_on_write, whole_pages, why_unavailable
 from shmloader.memory.segment import Descriptor, Segment
 
 __all__ = [

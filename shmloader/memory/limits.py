@@ -41,8 +41,8 @@ _last_known: Headroom | None = None
 _unchecked_nbytes = 0  # taken by this process since it last asked for the headroom
 
 
-def memory_headroom() -> Headroom:
-    """Memory that can be taken now, without the kernel killing something for it.
+def memory_headroom(pid: int | None = None) -> Headroom:
+    """Memory that this process, or another one, can take now without the kernel killing something for it.
 
     Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them. While the
     process has no descriptor left, the answer is the last one that there was. Raises `OSError` if there is no
@@ -56,9 +56,11 @@ def memory_headroom() -> Headroom:
             raise
         return _last_known
     machine = Headroom(memory.available, memory.total, "the machine's memory")
-    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory")))]
-    _last_known = min(rooms, key=operator.attrgetter("available_nbytes"))
-    return _last_known
+    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory", pid)))]
+    least = min(rooms, key=operator.attrgetter("available_nbytes"))
+    if pid is None:
+        _last_known = least
+    return least
 
 
 def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
@@ -108,10 +110,10 @@ def spare_nbytes(room: Headroom) -> int:
     return min(_MOST_SPARE_NBYTES, room.limit_nbytes // 16)
 
 
-def _cgroups(controller: str) -> list[Path]:
-    """Folders of the cgroups of a controller that contain this process, innermost first."""
+def _cgroups(controller: str, pid: int | None = None) -> list[Path]:
+    """Folders of the cgroups of a controller that contain this process, or ``pid``; innermost first."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc", str(pid or "self"), "cgroup").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
@@ -252,10 +254,7 @@ def processor_use(pids: Iterable[int | None] = ()) -> ProcessorUse:
 
 
 def open_files() -> tuple[int | None, int | None]:
-    """Descriptors that are open now, and the most there may be (``ulimit -n``).
-
-    None if the number cannot be counted, and for no limit.
-    """
+    """Descriptors that are open now, if they can be counted, and the most there may be (``ulimit -n``)."""
     used: int | None = None
     with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,12 +18,14 @@ from shmloader.indices.samplers import (
     generator_states,
     sampler_with_epoch,
     sampler_with_state,
+    sharded_sampler,
 )
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import StreamProgress
+from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
 
 
@@ -119,15 +121,25 @@ class Pass:
         elif settings.is_iterable or (goes_on is not None and before is not None):
             before = generator_states(settings.index_sampler, settings.generator)  # all is drawn, or set
         progress = Progress(
-            *seeds, sampler_epoch, global_before, before, done, self._set_epoch, in_order, self.stream
+            *seeds,
+            sampler_epoch,
+            global_before,
+            before,
+            done,
+            self._set_epoch,
+            in_order,
+            self.stream,
+            by_arrival=not (settings.comes_in_order or settings.is_iterable),
         )
+        if goes_on is not None and goes_on["sampler_state"] and sharded_sampler(settings.index_sampler):
+            progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
         batches = self._batches(sampler_iter)
         if isinstance(batches, TrackedBatches):
-            batches.follow(lambda: progress.taken, self._is_asked, self._looks)
+            batches.follow(lambda: progress.oldest, self._is_asked, self._looks)
             progress.track(batches)
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
-            batches = itertools.chain([*itertools.islice(batches, 1)], batches)
+            batches = _first_drawn(batches)
         self.progress = progress
         return batches, progress
 
@@ -173,3 +185,17 @@ class Pass:
         if generator is not torch.default_generator:
             set_generator(generator, loaded, "sampler_generator")
         set_generator(self.settings.generator, loaded, "loader_generator")
+
+
+def _first_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches, the first of which is drawn now; what it raises comes in its turn."""
+    first: Iterator[Any]
+    try:
+        first = iter(list(itertools.islice(batches, 1)))
+    except Exception as error:  # noqa: BLE001 - the sampler's own
+        first = map(_raise, [error])
+    return itertools.chain(first, batches)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from shmloader.errors import ResumeError
 from shmloader.indices.samplers import GeneratorStates
-from shmloader.indices.tracked_batches import TrackedBatches
+from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
+
+
+@dataclass(eq=False)
+class Follower:
+    """How far a reader behind a look-ahead has come in one epoch.
+
+    Attributes:
+        reader: Returns the reader, while it lives.
+        thread: The number of the thread that it began in.
+        count: Batches that came out of the look-ahead.
+        ended: Whether no more will come.
+    """
+
+    reader: Callable[[], object]
+    thread: int = field(default_factory=threading.get_ident)
+    count: int = 0
+    ended: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether more may come out."""
+        return not self.ended and self.reader() is not None
+
+    def take(self) -> None:
+        """Note that a batch came out."""
+        self.count += 1
+
+    def end(self) -> None:
+        """Note that no more will come."""
+        self.ended = True
 
 
 @dataclass(eq=False)
@@ -16,6 +50,7 @@ class Progress:
     """One epoch, from when an iterator begins it until the next one begins. Main process only.
 
     The iterator tells it what happens. The loader keeps it when the iterator dies, at a ``break`` say.
+    `Follower` objects tell how much of what was returned is used, if something reads ahead.
 
     Attributes:
         base_seed: The iterator's base seed.
@@ -32,7 +67,10 @@ class Progress:
         stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
         tracked: The sampler's batches, if it is not torch's.
         finished: Whether ``next()`` has raised ``StopIteration``.
-        before_next: Like `before`, for the next epoch, if that was begun early.
+        before_next: Like `before`, for the next epoch, if that has begun.
+        by_arrival: Whether batches are returned as they arrive.
+        sampler_begin: The state that a `ShardedSampler` began with.
+        followers: Those who read this epoch behind a look-ahead.
     """
 
     base_seed: int
@@ -47,28 +85,44 @@ class Progress:
     tracked: TrackedBatches | None = None
     finished: bool = False
     before_next: GeneratorStates | None = None
+    by_arrival: bool = False
+    sampler_begin: Mapping[str, int] = field(default_factory=lambda: {"consumed": 0, "batches": 0})
+    followers: list[Follower] = field(default_factory=list)
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
+    _without: list[int] = field(default_factory=list)  # positions done for which no batch was returned
+    _latest: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))  # done, if by arrival
 
-    def take(self, position: int) -> None:
+    def __post_init__(self) -> None:
+        self._begun = self.done
+
+    def take(self, position: int, *, returned: bool = True) -> None:
         """Note that the batch at a position is done; the order does not matter."""
         self.finished = False  # it was True if a sample raised StopIteration
+        if not returned:
+            self._without.append(position)
+        if self.by_arrival:
+            self._latest.append(position)
         if self.done == position:  # so none is done after it
             self.done = position + 1
             return
         done = {*self.behind, position}
-        first = self.taken
-        while first in done:
-            done.remove(first)
-            first += 1
-        self.done = (first, *sorted(done)) if done else first
+        self.done = _joined(self.taken, sorted(done))
 
     def end(self, before_next: GeneratorStates | None = None) -> None:
         """Note that ``next()`` raises ``StopIteration``."""
         self.before_next, self.finished = before_next, True
 
+    def note_next(self, before: GeneratorStates | None) -> None:
+        """Note the states of the generators before the next epoch, which begins now."""
+        self.before_next = self.before_next or before
+
     def begin_order(self, before: GeneratorStates) -> None:
         """Note the states of the generators before the sampler draws its order, with the first batch."""
         self.before = before
+
+    def begin_sampler(self, state: Mapping[str, int]) -> None:
+        """Note the state that a `ShardedSampler` began with."""
+        self.sampler_begin = state
 
     def track(self, batches: TrackedBatches) -> None:
         """Keep the batches of a sampler that is not torch's."""
@@ -81,13 +135,105 @@ class Progress:
     def take_back(self) -> None:
         """Go back to before the batch of a call that was interrupted, which the program has not had."""
         self.done = self._kept
+        for positions in (self._without, self._latest):
+            while positions and positions[-1] >= self.taken and positions[-1] not in self.behind:
+                positions.pop()
 
     @property
     def taken(self) -> int:
         """The number of batches that are done, up to the first that is not."""
-        return self.done[0] if isinstance(self.done, tuple) else self.done
+        return _first(self.done)
 
     @property
     def behind(self) -> tuple[int, ...]:
         """Positions after `taken` that are also done."""
         return self.done[1:] if isinstance(self.done, tuple) else ()
+
+    # --- what of it is used
+
+    @property
+    def returned(self) -> int:
+        """How many batches ``next()`` has returned since ``iter()``."""
+        return _number(self.done) - _number(self._begun) - len(self._without)
+
+    @property
+    def used(self) -> int:
+        """The batches, of those that were returned, that all followers have; all without a follower."""
+        return min((follower.count for follower in self.followers), default=self.returned)
+
+    @property
+    def oldest(self) -> int:
+        """A number of batches below which a follower is no more; those that come by arrival may be."""
+        return min(self.taken, _first(self._begun) + self.used) if self.followers else self.taken
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the program knows that the epoch is over."""
+        return self.finished and all(follower.ended for follower in self.followers)
+
+    def follow(self, reader: Callable[[], object]) -> Follower:
+        """A new follower, from where the epoch began."""
+        self.followers.append(follower := Follower(reader))
+        return follower
+
+    def leave(self, follower: Follower) -> None:
+        """Forget a follower that reads another epoch now."""
+        self.followers.remove(follower)
+
+    def done_after(self, count: int) -> int | tuple[int, ...]:
+        """What was done, see `done`, when ``next()`` had returned so many batches since ``iter()``.
+
+        Raises:
+            ResumeError: If it has returned fewer, or out of order and too many since.
+        """
+        returned, begun = self.returned, self._begun
+        if not 0 <= count <= returned:
+            raise ResumeError(
+                f"there is no state after {count:,} batches: iter() has returned {returned:,} in this epoch. "
+                "Batches are counted from iter() on, also in a resumed epoch, and those that on_error leaves "
+                "out are not"
+            )
+        if type(begun) is int and not (self._without or self.by_arrival):
+            return begun + count
+        if not count:
+            return begun
+        if self.by_arrival:
+            return self._without_latest(returned - count)
+        early = list(begun[1:]) if isinstance(begun, tuple) else []
+        position = _first(begun) + count - 1
+        for without in sorted([*early, *self._without]):
+            position += without <= position
+        return _joined(position + 1, early)
+
+    def _without_latest(self, count: int) -> int | tuple[int, ...]:
+        """What was done before the latest batches that were returned."""
+        undone: set[int] = set()
+        for position in reversed(self._latest):
+            if not count:
+                break
+            undone.add(position)
+            count -= position not in self._without
+        if count:
+            raise ResumeError(
+                f"there is no state from so far back, {count:,} batches before the last {HISTORY:,}: with "
+                "in_order=False only those are kept"
+            )
+        first = min(undone, default=self.taken)
+        return _joined(first, sorted({*range(first, self.taken), *self.behind} - undone))
+
+
+def _first(done: int | tuple[int, ...]) -> int:
+    return done[0] if isinstance(done, tuple) else done
+
+
+def _number(done: int | tuple[int, ...]) -> int:
+    return done[0] + len(done) - 1 if isinstance(done, tuple) else done
+
+
+def _joined(first: int, others: list[int]) -> int | tuple[int, ...]:
+    """All positions before the first one, and others after it, sorted, as `Progress.done` has them."""
+    rest = [position for position in others if position >= first]
+    while rest and rest[0] == first:
+        first += 1
+        rest.pop(0)
+    return (first, *rest) if rest else first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.indices.array_samplers import is_by_torch
-from shmloader.indices.packed_indices import int_array
+from shmloader.indices.packed_indices import Run, int_array
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.store_hooks import hooks
@@ -30,6 +31,7 @@ def _tuple_rows(fields: Sequence[Source]) -> Source:
     return Source(
         lambda rows: [as_sample_field(field.gather(rows)) for field in fields],
         True in [field.users_code for field in fields],
+        lambda run: [as_sample_field(field.gather_run(run)) for field in fields],
     )
 
 
@@ -38,6 +40,7 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     return Source(
         lambda rows: {name: field.gather(rows) for name, field in fields.items()},
         any(field.users_code for field in fields.values()),
+        lambda run: {name: field.gather_run(run) for name, field in fields.items()},
     )
 
 
@@ -53,8 +56,9 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
             "arrays, with rows of one dtype and shape. Join these into one: with shmloader.share() of all "
             "rows, or datasets.concatenate_datasets()"
         )
-    parts = [recognise(part).gather for part in dataset.datasets]
-    ends = np.array(dataset.cumulative_sizes)
+    parts = list(map(recognise, dataset.datasets))
+    sizes = list(dataset.cumulative_sizes)
+    ends = np.array(sizes)
     begins = np.concatenate([[0], ends])
 
     def gather(rows: Rows) -> Any:
@@ -63,16 +67,23 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
         rows = rows - begins[part_of]
         first = int(part_of[0])
         if (part_of == first).all():
-            return parts[first](rows)
+            return parts[first].gather(rows)
         present = np.unique(part_of)
         if len(present) > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
             raise NotGathered("few rows of each of many datasets")
         places = [np.flatnonzero(part_of == part) for part in present]
         with own_memory():
-            batches = [parts[part](rows[these]) for part, these in zip(present, places, strict=True)]
+            batches = [parts[part].gather(rows[these]) for part, these in zip(present, places, strict=True)]
         return _scatter(batches, [torch.from_numpy(these) for these in places], len(rows))
 
-    return Source(gather)
+    def of_run(run: Run) -> Any:
+        part = bisect.bisect_right(sizes, run.begin)
+        if part == len(sizes) or run.end > sizes[part]:
+            return gather(run.array())
+        before = sizes[part - 1] if part else 0
+        return parts[part].gather_run(Run(run.begin - before, run.end - before))
+
+    return Source(gather, of_run=of_run)
 
 
 def _form(dataset: Any) -> Any:
@@ -143,19 +154,27 @@ def source_of(dataset: Any, recognise: Recognise, *, in_worker: bool) -> Source:
     made_of = _made_of(dataset)
     source = _source_of(dataset, type(dataset), recognise, in_worker=in_worker)
 
-    def gather(rows: Rows) -> Any:
+    def check() -> None:
         if _made_of(dataset) != made_of:
             raise NotGathered("the dataset was changed since it was looked at")
+
+    def gather(rows: Rows) -> Any:
+        check()
         return source.gather(rows)
 
-    return source._replace(gather=gather)
+    def of_run(run: Run) -> Any:
+        check()
+        return source.gather_run(run)
+
+    return source._replace(gather=gather, of_run=of_run)
 
 
 def _made_of(dataset: Any) -> list[Any]:
     """The identities of the parts of a dataset, in their order."""
     kind = type(dataset)
-    methods = kind.__getitem__, getattr(kind, "__getitems__", None)
-    if _shadows_getitems(dataset) or methods != OWN_METHODS[kind] or kind in _CHANGED:
+    get_one, get_some = OWN_METHODS[kind]
+    changed = kind.__getitem__ is not get_one or getattr(kind, "__getitems__", None) is not get_some
+    if changed or kind in _CHANGED or _shadows_getitems(dataset):
         raise NotGathered(
             f"the program overrides how {kind.__name__} gets a sample. Give a class of your own a method "
             "__getbatch__(indices) that returns the whole batch"
@@ -178,7 +197,9 @@ def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: boo
         if in_worker:
             return Source(lambda rows: source.gather(pick(rows)), source.users_code)
         return Source(
-            lambda rows: source.gather(pick_from(dataset.indices, now=True)(rows)), source.users_code
+            lambda rows: source.gather(pick_from(dataset.indices, now=True)(rows)),
+            source.users_code,
+            lambda run: _of_picked_run(source, dataset.indices, run),
         )
     if kind is ConcatDataset:
         return _concatenated_rows(dataset, recognise)
@@ -220,6 +241,16 @@ def pick_from(indices: Any, *, now: bool) -> Pick:
             "tensor of int64 with one dimension"
         )
     return lambda rows: array.take(rows).astype(np.int64, copy=False)
+
+
+def _of_picked_run(source: Source, indices: Any, run: Run) -> Any:
+    """The batch of consecutive places in the indices of a ``Subset``; these are read now."""
+    begin, end = run
+    if type(indices) is range and indices.step == 1 and indices.start >= 0 and end <= len(indices):
+        return source.gather_run(Run(indices.start + begin, indices.start + end))
+    if type(indices) in (list, tuple) and end <= len(indices):
+        return source.gather_rows(plain_ints(list(indices[begin:end])))
+    return source.gather_rows(pick_from(indices, now=True)(run.array()))
 
 
 def _items(values: Any, places: list[int]) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.sources.base import (
     NOT_GATHERED,
     NotGathered,
@@ -40,10 +40,7 @@ _CHANGED_COLLATE = (
 
 
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
-    """The source for a dataset.
-
-    Raises `NotGathered` if its batches are made sample by sample, with the reason.
-    """
+    """The source for a dataset; `NotGathered`, with the reason, if it has none."""
     if has_getbatch(dataset):
         return Source(dataset.__getbatch__, users_code=True)
     if type(dataset) in OWN_METHODS:
@@ -108,7 +105,10 @@ class Gatherer:
         try:
             if not joins_by_default(self._collate_fn):
                 raise NotGathered(_CHANGED_COLLATE)
-            batch = source.gather(_rows_of(index_batch))
+            if type(index_batch) is Run:
+                batch = source.gather_run(index_batch)
+            else:
+                batch = source.gather(_rows_of(index_batch))
         except Exception as error:
             if source.users_code and not isinstance(error, NotGathered):
                 raise

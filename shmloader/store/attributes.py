@@ -28,9 +28,10 @@ from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_pa
 from shmloader.store import kinds, static
 from shmloader.store.base import Store
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
+from shmloader.store.columns.key_hashes import hashes_of
 from shmloader.store.graph import Graph, Node, blame
 from shmloader.store.handles import MappedFiles, is_shared, register
-from shmloader.store.mapping import MappingStore, SetStore, factory_of, hashes_of, write_index
+from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.replace import Replacer
 from shmloader.store.rows import RowStore
@@ -186,10 +187,10 @@ def unshare(root: Any) -> Any:
 def _unshared(value: Any) -> Any:
     """A copy of a shared value in the memory of this process; None if it is not shared."""
     if isinstance(value, MappingStore):
-        *_, factory = value.__reduce__()[1]
-        return dict(value) if factory is None else defaultdict(factory, value)
+        factory = value.default_factory
+        return value.plain() if factory is None else defaultdict(factory, value.plain())
     if isinstance(value, Store | SetStore):
-        return list(value) if isinstance(value, Store) else set(value)
+        return list(value.plain()) if isinstance(value, Store) else set(value)
     if type(value) not in (np.ndarray, torch.Tensor) or not is_shared(value, None):
         return None
     return value.clone() if isinstance(value, torch.Tensor) else value.copy()

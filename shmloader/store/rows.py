@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator
 from operator import length_hint
@@ -9,15 +10,17 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 
+from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
-from shmloader.store.chunks import Chunks, Column, Path
+from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
-from shmloader.store.columns.kind import find_types
+from shmloader.store.columns.kind import Block, MakeView, Origin, block_of, find_types
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import ColumnGatherer, tuple_shape
+from shmloader.store.views import DictView, ListView, Pairs
 
 _NOT_ONE_ROW = (slice, str, list, tuple)
 
@@ -31,11 +34,14 @@ class RowStore(Store):
     instead.
     """
 
-    def __init__(self, chunks: Chunks, path: Path = (), copy: bool = False) -> None:
+    def __init__(
+        self, chunks: Chunks, path: Path = (), copy: bool = False, *, has_views: bool = True
+    ) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
-        self._column = Column(chunks, path, copy=copy)
+        self._column = Column(chunks, path, copy=copy, views=VIEWS if has_views else None)
         self._gather: ColumnGatherer | None = None
+        self._blocks: dict[int, Block | None] = {}
         self._starts = chunks.starts
         self._readers = self._column.readers
 
@@ -111,6 +117,10 @@ class RowStore(Store):
         store._column.arrays()
         return store
 
+    def plain(self) -> RowStore:
+        """The same rows, without views inside of them."""
+        return RowStore(self.chunks, self._column.path, self._column.copy, has_views=False)
+
     @property
     def buffer(self) -> SharedBuffer:
         """The memory."""
@@ -135,6 +145,19 @@ class RowStore(Store):
                 raise
             self._raise(error)
 
+    def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
+        """See `ListMethods.items_between`."""
+        chunk = bisect_right(self._starts, begin) - 1
+        if begin >= end or end > self._starts[chunk + 1]:
+            return None
+        if chunk not in self._blocks:
+            self._blocks[chunk] = block_of(self._column.array(chunk), self.chunks.memories[chunk])
+        block = self._blocks[chunk]
+        if block is None:
+            return None
+        first = self._starts[chunk]
+        return block.items[begin - first : end - first], block.kind
+
     def describe(self) -> StoreDescription:
         """The store's size, and the kind of each field."""
         chunks = self.chunks
@@ -155,6 +178,31 @@ class RowStore(Store):
 
     def __reduce__(self) -> Any:
         return RowStore, (self.chunks, self._column.path, self._column.copy)
+
+
+class _Views:
+    """Makes views of large containers in rows: over a store of all items, made with the first one."""
+
+    def of_lists(self, items: Any, origin: Origin) -> MakeView:
+        """Views of lists, over the items of all."""
+        store = functools.cache(functools.partial(_store_of_items, items, origin))
+        return lambda begin, end: ListView(store(), range(begin, end))
+
+    def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
+        """Views of dicts, over the structs of a key and a value of all."""
+        made = functools.cache(lambda: Pairs(_store_of_items(pairs, origin)))
+        return lambda begin, end: DictView(made(), begin, end)
+
+
+VIEWS = _Views()
+
+
+def _store_of_items(items: Any, origin: Origin) -> RowStore:
+    columns: Any = origin.links  # those of `Column`
+    links = {link: column.chunks for link, column in columns.items()}
+    memory: Any = origin.memory
+    chunks = items_of_rows(items, memory, links, origin.pickles, origin.source, origin.finder.found)
+    return RowStore(chunks, (), origin.copy)
 
 
 DAMAGES: tuple[type[Exception], ...] = (

@@ -62,10 +62,7 @@ class FetchRules(NamedTuple):
 
 
 class Fetcher(ABC):
-    """Makes one batch for one index batch.
-
-    Each batch begins a new list of bad samples, so that none is reported twice.
-    """
+    """Makes one batch for one index batch, each with a new list of bad samples: none is reported twice."""
 
     def __init__(self) -> None:
         self._bad: list[BadSample] = []

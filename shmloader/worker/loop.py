@@ -1,4 +1,4 @@
-"""The worker's loop. Runs in the worker process (`process`) or thread (`thread`).
+"""The worker's loop. Runs in the worker process or thread.
 
 It takes one task at a time: read a record, fetch samples, collate them into the granted slot, publish. A
 worker ends when its link is closed. A worker process also ends when the main process dies.
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules, Probe
 from shmloader.worker.heap import WarmHeap
+from shmloader.worker.links import Link
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
@@ -68,25 +69,6 @@ class WorkerArguments:
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
     make_probe: Callable[[], Probe] | None = None  # makes the worker's probe if the loader is profiled
-
-
-class Link(Protocol):
-    """A worker's end of its connection with the main process: records in, records out."""
-
-    in_thread: bool  # whether the worker is a thread of the main process
-    wait_ns: int  # nanoseconds that the last `receive` waited
-    received_ns: int  # when it returned, by ``time.perf_counter_ns()``
-    closed: bool  # whether the main process is known to want nothing more
-    dataset: Any  # for a thread, a copy of the dataset for its next epoch if it is to take a new one
-
-    def receive(self) -> bytes:
-        """The next record; sleeps until there is one.
-
-        Raises `BrokenPipeError` if the main process wants nothing more of this worker; so does `send`.
-        """
-
-    def send(self, record: bytes) -> None:
-        """Send a record."""
 
 
 class Loop:
@@ -165,15 +147,10 @@ class Loop:
         dataset, rules = self._dataset, self._rules
         if self._seeds is not None:
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
-        if self._in_thread:
-            dataset = before_each_sample(dataset, rules, self._end_if_closed)
+        if self._link.in_thread:
+            dataset = before_each_sample(dataset, rules, self._link.end_if_closed)
         dataset = around_each_batch(dataset, rules, self._placement)
         return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
-
-    def _end_if_closed(self) -> None:
-        """End in the middle of a batch that is not wanted: a thread cannot be ended from outside."""
-        if self._link.closed:
-            raise BrokenPipeError("the main process wants nothing more")
 
     def _serve(self) -> None:
         """Answer one request."""
@@ -246,7 +223,7 @@ class Loop:
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker: the exception ends it
-            self._end_if_closed()
+            self._link.end_if_closed()
             report = self._report_on(error, index_batch)
             detached, reported = allocator.restart(), True
             encoded = self._encoder.encode(report)

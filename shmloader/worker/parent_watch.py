@@ -19,11 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def begin(main_pid: int, by_leader: bool = False) -> None:
-    """Set up signals and the watch over the main process. Call it first in a worker, in its main thread.
-
-    ``by_leader``: the main process's first thread, which lives as long as the process, has started this
-    worker.
-    """
+    """Set up signals and the watch over the main process: first in a worker, in its main thread."""
     # Whatever a fork has inherited, SIGTERM ends a worker, and no signal is written to a descriptor.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -31,7 +27,7 @@ def begin(main_pid: int, by_leader: bool = False) -> None:
     # inherited by programs that a dataset starts.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while the process was started
-    if by_leader:
+    if by_leader:  # the main process's first thread, which lives as long as it, has started this worker
         _die_with_parent(main_pid)
     _end_with(main_pid)
 

@@ -245,8 +245,13 @@ def own_call(number: int) -> Callable[..., Any]:
     return found
 
 
-RESIZES = ((torch.Tensor, "resize_"), (torch.Tensor, "resize_as_"), (torch.UntypedStorage, "resize_"))
-"""Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""
+RESIZES = (
+    (torch, "resize_as_"),
+    (torch.Tensor, "resize_"),
+    (torch.Tensor, "resize_as_"),
+    (torch.UntypedStorage, "resize_"),
+)
+"""Calls for which a placed result has to leave the slot: a storage in the slot cannot grow."""
 
 COMPILERS = ((torch, "compile"), (torch.jit, "script"))
 """Functions that look torch's own calls up by their names."""

@@ -92,23 +92,14 @@ class PartsFetcher(Fetcher):
 
 
 class _StreamFetcher(Fetcher):
-    """Fetches from one part of a stream.
-
-    Attributes:
-        stream: The samples of the part.
-        drawn: Samples that were drawn from the stream.
-        ended: Whether the stream is known to have ended.
-        raised: Draws that raised.
-    """
+    """Fetches from one part of a stream; counts as `Cursor` does."""
 
     def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
         super().__init__()
-        self.stream = stream
-        self._rules = rules
+        self.stream, self._rules = stream, rules
         probe = rules.probe
         self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
-        self.drawn, self.raised = cursor.drawn, cursor.raised
-        self.ended = False
+        self.drawn, self.raised, self.ended = cursor.drawn, cursor.raised, False
 
     def _behind(self) -> int:
         """Samples drawn before the next batch of the part, also after one that raised."""
@@ -193,11 +184,7 @@ class _StrideFetcher(_StreamFetcher):
 
 
 class _IterableFetcher(_StreamFetcher):
-    """Fetches a part by torch's rules.
-
-    If samples may raise, it continues with the stream's next one. A bad sample counts towards its batch,
-    unless it is to be replaced.
-    """
+    """Fetches a part by torch's rules. A bad sample counts towards its batch, unless it is to be replaced."""
 
     def fetch(self, index_batch: Any) -> Any:
         if self.ended:

@@ -1,8 +1,7 @@
 """Iterable-style datasets: a worker's part of one, and its state.
 
-Without ``shard="auto"`` a worker's part is the whole dataset, as in torch; the dataset itself may leave
-samples out. With it, the dataset makes a shard of itself, or the worker takes its share of every group of
-samples of the whole stream (`stream_fetchers`). Runs in the worker, or without workers in the main process.
+Without ``shard="auto"`` a worker's part is the whole dataset, as in torch. With it, the dataset makes a shard
+of itself, or the worker takes its share of every group of samples of the whole stream (`stream_fetchers`).
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ class Stream:
         self._skip(cursor.drawn - cursor.state_drawn - raised, raised, rules.of_a_batch, tolerant)
 
     def __iter__(self) -> Iterator[Any]:
-        # islice() calls this. The __iter__ of a dataset that is its own iterator would begin anew.
-        return self
+        return self  # for islice(); the __iter__ of a dataset that is its own iterator would begin anew
 
     def __next__(self) -> Any:
         return next(self._samples) if self._info is None else self._call(next, self._samples)
@@ -77,11 +75,10 @@ class Stream:
             show_worker_info(before)
 
     def _skip(self, count: int, raised: int, of_a_batch: int, tolerant: bool) -> None:
-        """Draw ``count`` samples that the program has had.
+        """Draw ``count`` samples that the program has had, and among which ``raised`` draws raised.
 
-        Among them, ``raised`` draws raised. They raise again, or succeed if the failure was temporary (of a
-        network, say). Either way they cost no sample, so only good draws are counted. After the last one a
-        permanent failure may follow.
+        These raise again, or succeed if the failure was temporary. Either way they cost no sample, so only
+        good draws are counted. After the last one a permanent failure may follow.
         """
         left, failed, in_a_row = count, None, 0
         while left or raised:

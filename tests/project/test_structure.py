@@ -13,7 +13,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 145
+WRITES = 99
 BATCH_FILES, ITER_FILES = 22, 40
 
 PLANTED = """

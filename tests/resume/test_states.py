@@ -310,7 +310,7 @@ def test_a_state_counts_batches_that_came_early_and_are_not_drawn_again_yet(
     loader.state_dict()  # from now on, the sampler's state is read with each batch
     iterator = iter(loader)
     take(iterator, 2)
-    state = loader.state_dict() | {"batches_behind": "3,4"}
+    state = signed(loader.state_dict() | {"batches_behind": "3,4"})
     with make() as other:
         other.load_state_dict(state)
         iterator = iter(other)

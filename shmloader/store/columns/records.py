@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle, islice, pairwise
 from operator import is_
 from types import SimpleNamespace
 from typing import Any
@@ -35,15 +35,19 @@ from shmloader.store.columns.kind import (
     Reader,
     UnfitError,
     United,
+    Weight,
     items_of,
     reader_of,
     storage_of,
     type_name,
+    weight_of,
 )
 from shmloader.store.columns.lists import Lists, Maps, any_lists
 from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
 
 _MOST_FIELDS = 4096
+_MOST_NAMES_OF_CONTAINERS = 64
+_SAMPLED = 16
 _LEAST_FILLED = 0.125  # of optional fields: if fewer are there, each dict keeps its own keys
 _MOST_TUPLE = 64
 _MOST_FORMS = 64  # of dicts with optional keys whose reader is kept, in each chunk
@@ -157,6 +161,8 @@ class Records(Kind, arrow=[pa.struct([])]):
             if not set(map(type, chain.from_iterable(forms))) <= {str}:  # others may refuse to be compared
                 return Maps.write(values, encoder, depth)
             names = merged_order(dict.fromkeys(forms))
+        if _are_data(values, len(names), depth, is_alike=forms is None):
+            return Maps.write(values, encoder, depth)
         is_sparse = forms and sum(map(len, forms)) < _LEAST_FILLED * len(values) * len(names)
         if not _are_fields(names) or is_sparse:
             return Maps.write(values, encoder, depth)
@@ -222,6 +228,15 @@ class Records(Kind, arrow=[pa.struct([])]):
             pa.StructArray.from_arrays(list(some), list(names), mask=mask_of(part))
             for part, *some in zip(parts, *columns, strict=True)
         ]
+
+    def weight(self, column: Any) -> Weight:
+        fields = [weight_of(column.field(name)) for name in types_of_fields(column.type)]
+        of = [weight.of for weight in fields]
+        return Weight(
+            128,
+            128 + sum(weight.most for weight in fields),
+            lambda begin, end: 128 * (end - begin) + sum(weigh(begin, end) for weigh in of),
+        )
 
     def describe(self, kind: Any) -> str:
         return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"
@@ -297,6 +312,17 @@ def _are_fields(names: Sequence[Any]) -> bool:
     """Whether keys can be the names of a struct's fields."""
     is_short = set(map(type, names)) <= {str} and len(names) <= _MOST_FIELDS
     return is_short and Keys.NAME not in names and all(map(is_unicode, names))
+
+
+def _are_data(values: list[dict[Any, Any]], names: int, depth: int, *, is_alike: bool) -> bool:
+    """Whether the keys of dicts are no fields: those of a trie's nodes, and many that lead to containers.
+
+    Fields of rows that are lists stay fields, however many.
+    """
+    some = [type(one) for value in values[:_SAMPLED] for one in islice(value.values(), _SAMPLED)]
+    containers = sum(kind is dict or (kind in (list, tuple) and depth > 0) for kind in some)
+    is_trie = depth > 0 and not is_alike and 2 * some.count(dict) > len(some)
+    return is_trie or (names > _MOST_NAMES_OF_CONTAINERS and 2 * containers > len(some))
 
 
 def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> bool:

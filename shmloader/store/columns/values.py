@@ -48,6 +48,7 @@ KIND_OF_SCALAR: dict[type, ArrayKind] = {
 class Nulls(Kind, arrow=[pa.null()]):
     """None alone; beside other values it is Arrow's null."""
 
+    is_number = True
     takes = (NoneType,)
     nullable = False
 
@@ -74,6 +75,8 @@ class _Castable(Kind):
 
 class _Numbers(_Castable):
     """Numbers, whose memory a memoryview reads."""
+
+    is_number = True
 
     def items(self, column: Any) -> memoryview[Any]:
         return buffers.numbers_of(column, 1, _CODES[column.type], len(column))
@@ -127,6 +130,7 @@ class Floats(_Numbers, arrow=[pa.float32(), pa.float64()]):
 class Bools(Kind, arrow=[pa.bool_()]):
     """Truth values, a bit each."""
 
+    is_number = True
     takes = (bool,)
 
     @classmethod
