@@ -77,10 +77,6 @@ class Leaf(NamedTuple):
     offset: int  # bytes from the slot's start
     shape: tuple[int, ...]  # sizes in items; row-major
 
-    def pack(self) -> bytes:
-        """The leaf's row in the table."""
-        return pack_row(*self)
-
 
 def pack_row(kind: int, code: int, offset: int, shape: Sequence[int]) -> bytes:
     """A row of the table, of i64: its head (see `unpack_head`), the leaf's offset, its shape."""
@@ -123,9 +119,3 @@ def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
 def table_of(header: bytes) -> bytes:
     """The leaf table of a header. The structure needs no length: its pickle has an end of its own."""
     return header[-4 - int.from_bytes(header[-4:], "little") : -4]
-
-
-def split_header(header: bytes) -> tuple[bytes, bytes]:
-    """The pickled structure and the leaf table of a header."""
-    table = table_of(header)
-    return header[: -4 - len(table)], table

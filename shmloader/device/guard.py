@@ -22,10 +22,7 @@ _POLL_S = 0.0002
 
 @dataclass(slots=True)
 class Held:
-    """The owners of memory that copies read and write, and the event after these.
-
-    The event is None before it is recorded; both are None once it is done.
-    """
+    """Owners of memory that copies read and write, and the event after these; both None once it is done."""
 
     event: Event | None
     kept: object

@@ -16,8 +16,7 @@ import sys
 import time
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.memory.mapping import HUGE_NBYTES, PAGE_NBYTES, map_aligned
-from shmloader.memory.platform import libc
+from shmloader.memory.mapping import HUGE_NBYTES, PAGE_NBYTES, libc, map_aligned
 
 _PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
 _MOST_PIECE_S = 0.025

@@ -10,6 +10,8 @@ import contextlib
 import errno
 import operator
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,8 +41,8 @@ _last_known: Headroom | None = None
 _unchecked_nbytes = 0  # taken by this process since it last asked for the headroom
 
 
-def memory_headroom() -> Headroom:
-    """Memory that can be taken now, without the kernel killing something for it.
+def memory_headroom(pid: int | None = None) -> Headroom:
+    """Memory that this process, or another one, can take now without the kernel killing something for it.
 
     Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them. While the
     process has no descriptor left, the answer is the last one that there was. Raises `OSError` if there is no
@@ -54,9 +56,11 @@ def memory_headroom() -> Headroom:
             raise
         return _last_known
     machine = Headroom(memory.available, memory.total, "the machine's memory")
-    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory")))]
-    _last_known = min(rooms, key=operator.attrgetter("available_nbytes"))
-    return _last_known
+    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory", pid)))]
+    least = min(rooms, key=operator.attrgetter("available_nbytes"))
+    if pid is None:
+        _last_known = least
+    return least
 
 
 def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
@@ -106,10 +110,10 @@ def spare_nbytes(room: Headroom) -> int:
     return min(_MOST_SPARE_NBYTES, room.limit_nbytes // 16)
 
 
-def _cgroups(controller: str) -> list[Path]:
-    """Folders of the cgroups of a controller that contain this process, innermost first."""
+def _cgroups(controller: str, pid: int | None = None) -> list[Path]:
+    """Folders of the cgroups of a controller that contain this process, or ``pid``; innermost first."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc", str(pid or "self"), "cgroup").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
@@ -198,11 +202,50 @@ def _cpu_quota(folder: Path) -> float | None:
     return None
 
 
-def open_files() -> tuple[int | None, int | None]:
-    """Descriptors that are open now, and the most there may be (``ulimit -n``).
+class ProcessorUse(NamedTuple):
+    """Processor time used up to a moment; the difference of two tells what a span of time used."""
 
-    None if the number cannot be counted, and for no limit.
-    """
+    at_s: float  # the moment, by ``time.monotonic()``
+    own_s: float  # seconds of this process, of children that it has waited for, and of given ones that live
+    busy_s: float  # seconds of everything on the machine, and of time that its host has given to others
+    periods: int  # periods of the scheduler in which a cgroup with a quota ran; 0 without a quota
+    throttled: int  # those in which its quota was used up
+
+    def shares_since(self, before: ProcessorUse) -> dict[str, float]:
+        """Cores that were busy, on average, since an earlier moment, by this program and by all others.
+
+        Returns ``own_cores``, ``foreign_cores``, and ``throttled_share`` of the scheduler's periods.
+        """
+        seconds = max(self.at_s - before.at_s, 1e-9)
+        own_s = max(0.0, self.own_s - before.own_s)
+        return {
+            "own_cores": own_s / seconds,
+            "foreign_cores": max(0.0, self.busy_s - before.busy_s - own_s) / seconds,
+            "throttled_share": (self.throttled - before.throttled) / max(1, self.periods - before.periods),
+        }
+
+
+def processor_use(pids: Iterable[int | None] = ()) -> ProcessorUse:
+    """The processor time used so far, also by the live processes ``pids``."""
+    user_s, system_s, childrens_user_s, childrens_system_s, _ = os.times()
+    own_s = user_s + system_s + childrens_user_s + childrens_system_s
+    busy_s = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            own_s += sum(psutil.Process(pid).cpu_times()[:4])  # the last two are of its children
+    with contextlib.suppress(OSError):
+        every = psutil.cpu_times()
+        names = ("user", "nice", "system", "irq", "softirq", "steal")
+        busy_s = sum(getattr(every, name, 0.0) for name in names)
+    limited = [folder for folder in _cgroups("cpu") if _cpu_quota(folder) is not None]
+    stats = [_fields(folder / "cpu.stat") for folder in limited]
+    most = max(stats, key=lambda stat: stat.get("nr_throttled", 0), default={})
+    periods, throttled = most.get("nr_periods", 0), most.get("nr_throttled", 0)
+    return ProcessorUse(time.monotonic(), own_s, busy_s, periods, throttled)
+
+
+def open_files() -> tuple[int | None, int | None]:
+    """Descriptors that are open now, if they can be counted, and the most there may be (``ulimit -n``)."""
     used: int | None = None
     with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted

@@ -27,10 +27,7 @@ def read_memory(pid: int) -> dict[str, int]:
 
 
 def tree_pss_nbytes(root_pid: int) -> int:
-    """The PSS of a process and all its descendants; 0 if nothing can be read.
-
-    Under ``forkserver`` the workers are grandchildren.
-    """
+    """The PSS of a process and all its descendants; 0 if nothing can be read."""
     known: list[int] = []
     # A process that ends between two readings takes with it what the others have already split with
     # it, and the sum is too low. So look again, but not for ever: a zombie stays unreadable.

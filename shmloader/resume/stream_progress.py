@@ -196,7 +196,7 @@ def _fresh_rules(settings: Settings) -> StreamRules:
     every = 1 if wanted is None else wanted or sys.maxsize
     rank, ranks = rank_and_ranks()
     layout = OWN
-    if settings.shards:
+    if settings.shard is not None:
         layout = SHARD if _makes_shards(settings.dataset, ranks, max(settings.num_workers, 1)) else STRIDE
     return StreamRules(rank, ranks, settings.batch_size or 1, every, layout, layout)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
-from shmloader.memory.limits import SURE_NBYTES, memory_headroom
+from shmloader.memory import PAGE_NBYTES, whole_pages
+from shmloader.memory.limits import SURE_NBYTES, memory_headroom, spare_nbytes
 
 SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
@@ -36,13 +36,6 @@ class Budget:
 
     Short memory has the same consequences with and without a budget from the program: fewer tasks, but at
     least one; then batches that spill to private memory.
-
-    Args:
-        nbytes: Most bytes; a page for each slot is the least.
-        most_tasks: Tasks outstanding at once.
-        workers: Processes that hold the samples of a batch, in addition to the slots.
-        follows_host: The program gave no budget: ``nbytes`` become more if the host has more when it is
-            asked again.
     """
 
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
@@ -56,8 +49,8 @@ class Budget:
         # Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
         self.small_nbytes = 0
         self._small_batches = 0  # since one was larger than a typical one
-        self._workers = workers
-        self._follows_host = follows_host
+        self._workers = workers  # which hold the samples of a batch, in addition to the slots
+        self._follows_host = follows_host  # the program gave no budget: it grows if the host has more later
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
         self._divide(most_tasks + SPARE_SLOTS)
 
@@ -85,19 +78,12 @@ class Budget:
         promised = max(0, self.most_tasks - tasks + 1)
         return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
 
-    def has_room_for_task(self, used_nbytes: int) -> bool:
-        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        return used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
-
     # --- what changes it
 
     def adapt(
         self, nbytes: int, recent: Iterable[int], tasks: int, used_nbytes: int, reserved_nbytes: int
     ) -> None:
-        """Adapt to the last of the recent batches: larger than a typical one, or small.
-
-        The slots have ``reserved_nbytes`` of the host's memory.
-        """
+        """Adapt to the last of the recent batches: larger than a typical one, or small."""
         self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
         if self._small_batches % (RECENT // 4):
             return

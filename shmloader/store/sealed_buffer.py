@@ -29,8 +29,14 @@ import numpy as np
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.memory.huge_pages import make_pages_huge, take_huge_pages
 from shmloader.memory.limits import check_headroom, exhausted
-from shmloader.memory.mapping import MAP_NORESERVE, PAGE_NBYTES, READ_WRITE, map_file, whole_pages
-from shmloader.memory.platform import check_memory
+from shmloader.memory.mapping import (
+    MAP_NORESERVE,
+    PAGE_NBYTES,
+    READ_WRITE,
+    check_memory,
+    map_file,
+    whole_pages,
+)
 from shmloader.memory.segment import Descriptor
 
 ALIGNMENT = 64

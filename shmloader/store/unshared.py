@@ -96,13 +96,12 @@ class CopyWatch:
 
     def warn(self) -> None:
         """Warn if the workers have copied much; once for each loader."""
-        if self._said and not self._counters.warned_of_copies:
-            self._counters.warned_of_copies = True
+        if self._said and self._counters.warns_first("warned_of_copies"):
             warn(self._said, NotSharedWarning)
 
     def _describe(self, copied: int, num_workers: int) -> str:
         graph = Graph(self._dataset)
-        nbytes, owner = _largest(graph)
+        nbytes, owner = largest_holder(graph)
         said = (
             f"each of {num_workers} workers has copied up to {copied:,} bytes of this process's memory: "
             "reading Python objects writes their reference counts."
@@ -128,7 +127,7 @@ class CopyWatch:
         )
 
 
-def _largest(graph: Graph) -> tuple[int, Node]:
+def largest_holder(graph: Graph) -> tuple[int, Node]:
     """The largest holder of objects and their bytes; or, of holders in each other, the innermost of most."""
     nodes = itertools.islice(graph.nodes.values(), _MOST_SIZED)
     sizes = [(kinds.estimate_nbytes(node.value, arrays=False), node) for node in nodes]

@@ -6,7 +6,8 @@ the writer is killed. The right to write a slot passes with the record that name
 it, and the channel is the memory fence between the two processes.
 
 Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`. Answers come back: `Published`,
-`PieceReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
+`PieceReady`, `StreamEnded`, `EpochBegun`, and `BatchTimes` just before a `Published`. Both name a task by
+``seq``, its number over the iterator's life.
 Senders pack them from their fields, without an object; receivers get objects.
 """
 
@@ -133,12 +134,35 @@ class EpochBegun(NamedTuple):
     epoch: int  # as in `BeginEpoch`
 
 
-Answer = Published | PieceReady | StreamEnded | EpochBegun
+class BatchTimes(NamedTuple):
+    """The times of a batch in its worker, while a loader is profiled; the batch follows in the same write.
+
+    Seconds have the precision of a 32-bit float.
+    """
+
+    seq: int  # the task
+    began_ns: int  # when the worker had the task, by ``perf_counter_ns()``, the same clock in all processes
+    wait_s: float  # seconds that it had waited for it
+    fetch_s: float  # seconds that it fetched samples; with `collate_s` in it if rows were gathered
+    collate_s: float  # seconds in ``collate_fn``
+    write_s: float  # seconds that it encoded the batch: copies of leaves into the slot, pickling of the rest
+    cpu_s: float  # seconds of processor time of the worker since it last told them; 0 if that was just before
+    delay_s: float  # seconds since then in which it was ready to run and had no core
+    # Seconds of the slowest `slowest_count` samples that were fetched together; 0 if unknown.
+    slowest_s: float
+    slowest_begin: int  # the place of the first of them in the index batch
+    slowest_count: int  # their number, mostly 1
+    copied_nbytes: int  # bytes of leaves that were copied into the slot
+    header_nbytes: int  # bytes of the header
+
+
+Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes
 
 pack_published = _packs(_answers, Published, "QQQQQQB", ANSWER_NBYTES)
 pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
+pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHQI", ANSWER_NBYTES)
 
 
 PUBLISHED = 1

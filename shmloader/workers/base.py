@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmloader.errors import WorkerDied
+from shmloader.messages import shown
 from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
@@ -38,10 +39,10 @@ class Workers(Protocol):
     """All workers of one iterator."""
 
     workers: Sequence[Worker]  # by their number; empty after `close`
-    # Their ``multiprocessing`` process objects by number, if they are processes; they answer ``pid``,
-    # ``is_alive()`` and ``exitcode`` after the end too.
+    # ``multiprocessing`` process objects by number, which answer ``pid``, ``is_alive()`` and ``exitcode``
+    # after the end too.
     processes: list[Any]
-    closed_because: str = ""  # the reason why they were stopped, or are about to be; "" before
+    closed_because: str = ""  # the reason why they were stopped, or are about to be
     closed: bool = False
     interrupted: bool = False
     look_again_ns: int = 0  # how long to look for a record before `wait`, while records come quickly
@@ -89,8 +90,17 @@ class Workers(Protocol):
     def close(self, because: str = ..., grace_s: float = ...) -> None:
         """Stop all workers, which may take ``grace_s`` to finish their present sample. Only once."""
 
+    def close_for(self, because: str) -> None:
+        """Give the reason for a `close` that is about to come, unless there is one."""
+        self.closed_because = self.closed_because or because
+
     def leave_to_parent(self) -> None:
         """Forget the workers, in a process that the program forked: they are the parent's."""
+
+
+def describe_held(indices: tuple[object, ...]) -> str:
+    """A sentence on the index batches that a dead worker held, or ""."""
+    return f" It held {len(indices)} index batch(es): {shown(list(indices))}" if indices else ""
 
 
 live: weakref.WeakSet[Workers] = weakref.WeakSet()
