@@ -95,6 +95,12 @@ class States:
         return self._set_epoch
 
     @property
+    def is_followed(self) -> bool:
+        """Whether states are of what came out of a look-ahead."""
+        epoch = self._followed or self._epoch
+        return epoch is not None and bool(epoch.progress.followers)
+
+    @property
     def returned(self) -> int:
         """How many batches were returned in the epoch that the loader is in."""
         return 0 if self._epoch is None else self._epoch.progress.returned

@@ -14,9 +14,9 @@ def refuse_ray() -> None:
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError(
-            "Ray was asked for data in a forked worker process, where it would wait for ever: its threads are "
-            "in the process that made the loader. Pass worker_type='thread' or num_workers=0 for a dataset that "
-            "calls ray.get(), ray.wait(), ray.put() or iter_batches()."
+            "Ray was asked for data in a forked worker process, where it would wait for ever: its threads "
+            "are in the process that made the loader. Pass worker_type='thread' or num_workers=0 for a "
+            "dataset that calls ray.get(), ray.wait(), ray.put() or iter_batches()."
         )
 
     vars(ray).update(dict.fromkeys(("get", "wait", "put"), refuse))
