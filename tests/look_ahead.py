@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -83,6 +84,12 @@ class InThreadForGood:
             self.thread = threading.Thread(target=self._read, daemon=True)
             self.thread.start()
         return iter(self.read.get, END)
+
+    def await_all(self) -> None:
+        """Wait until it has read as far as it can."""
+        assert self.thread is not None
+        while self.thread.is_alive() and not self.read.full():
+            time.sleep(0.001)
 
     def _read(self) -> None:
         for _ in range(self.epochs):

@@ -30,7 +30,7 @@ class Reading:
         self._states, self._explain, self._reader = states, explain, weakref.ref(reader)
         self._epoch: Epoch | None = None
         self._follower: Follower | None = None
-        states.expect_reader()
+        states.expect_reader(self._reader)
 
     def take(self) -> None:
         """Note that a batch came out of the look-ahead.

@@ -67,6 +67,32 @@ class _Here(threading.local):
         self._epoch = lambda: None
 
 
+class _Expected:
+    """A reader that has not had its first batch, and the epoch that this batch may be of.
+
+    Another thread may read whole epochs before the reader has it. It is of the epoch in progress, if that
+    goes on, or of the next one.
+    """
+
+    def __init__(self, reader: Callable[[], object] = lambda: None, epoch: Epoch | None = None) -> None:
+        self._reader, self._at_first = reader, epoch
+        self._returned = 0 if epoch is None else epoch.progress.returned
+        self._found: Epoch | None = None
+
+    def note(self, epoch: Epoch) -> None:
+        """Note that an epoch begins."""
+        if self._reader() is None:
+            self._found = self._at_first = None
+        elif self._found is None:
+            before = self._at_first
+            goes_on = before is not None and before.progress.returned > self._returned
+            self._found = before if goes_on else epoch
+
+    def get(self) -> Epoch | None:
+        """The epoch; None if none has begun."""
+        return self._found
+
+
 class States:
     """One loader's states. Main process only.
 
@@ -85,6 +111,7 @@ class States:
         self._epoch: Epoch | None = None  # that the loader is in
         self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
         self._here = _Here()
+        self._expected = _Expected()
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
@@ -318,14 +345,16 @@ class States:
             self._followed = None
         if self._epoch is not None:
             self._epoch.go_on(epoch)
+        self._expected.note(epoch)
         self._epoch, self.begun = epoch, True
         self._here.note(epoch)
 
     # --- behind a look-ahead
 
-    def expect_reader(self) -> None:
-        """Let a reader that begins in this thread follow the epoch that begins here with it, if one does."""
+    def expect_reader(self, reader: Callable[[], object]) -> None:
+        """Let a reader that begins in this thread follow the epoch that begins with it, if one does."""
         self._here.forget()
+        self._expected = _Expected(reader, self._epoch)
 
     def epoch_of_reader(self) -> Epoch | None:
         """The epoch that a reader reads which has had its first batch; None if there is none.
@@ -340,7 +369,8 @@ class States:
                 if follower.thread == threading.get_ident() and epoch is not followed:
                     follower.end()  # left in the middle, though somebody still holds its iterator
         if epoch is None:
-            epoch = self._followed = (followed and followed.next) or self._epoch
+            epoch = (followed and followed.next) or self._expected.get() or self._epoch
+            self._followed = epoch
         elif followed is None or not _is_read(followed):
             self._followed = epoch
         if epoch is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from look_ahead import InThread, in_this_thread
 
 import shmloader
 from frameworks.pages import assert_page_loads_from_slots, needs
@@ -238,7 +239,6 @@ def test_states_that_are_wanted_and_cannot_be_had_are_errors() -> None:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_prefetcher_around_accelerates_own_look_ahead_is_followed(shuffle: bool) -> None:
     """After each batch and each epoch the state continues where the loop was, also in a new loader."""
-    from look_ahead import InThread, in_this_thread
 
     def prepared() -> Any:
         generator = torch.Generator().manual_seed(4)

@@ -150,8 +150,10 @@ def test_one_thread_reads_into_the_next_epochs(kind: str, ahead: int) -> None:
     reader = InThreadForGood(loader, EPOCHS, ahead)
     followed = loader.follow(reader)
     for epoch in range(EPOCHS):
-        had = []
-        for batch in followed:
+        had, reading = [], iter(followed)
+        reader.await_all()
+        for batch in reading:
+            reader.await_all()
             had.append(ints(batch))
             states.append((epoch, len(had), loader.state_dict()))
         assert had == whole[epoch]
