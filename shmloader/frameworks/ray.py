@@ -85,6 +85,8 @@ def _iter(iterate: Any, wrapper: Any) -> Any:
 
 def _next(following: Any, wrapper: Any) -> Any:
     reading: Reading | None = vars(wrapper).get(_READING)  # None if it has begun before install()
+    if reading is not None:
+        reading.ask()
     try:
         batch = following(wrapper)
     except StopIteration:

@@ -32,6 +32,11 @@ class Reading:
         self._follower: Follower | None = None
         states.expect_reader(self._reader)
 
+    def ask(self) -> None:
+        """Note that the look-ahead is asked for its next batch."""
+        if self._follower is not None:
+            self._follower.ask()
+
     def take(self) -> None:
         """Note that a batch came out of the look-ahead.
 
@@ -86,6 +91,7 @@ class _Reader(Iterator[_T]):
         self._iterator = iter(batches)
 
     def __next__(self) -> _T:
+        self._reading.ask()
         try:
             batch = next(self._iterator)
         except StopIteration:

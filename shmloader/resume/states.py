@@ -341,8 +341,14 @@ class States:
             if not before.finished:
                 self._older[before] = before.done
         followed, epoch = self._followed, Epoch(one_pass.settings, progress)
-        if followed is not None and followed.next is None and not _is_read(followed):
-            self._followed = None
+        if followed is not None:
+            # Its own thread begins an epoch without it: it was left, though somebody may still hold it.
+            here = [one for one in followed.progress.followers if one.thread == threading.get_ident()]
+            left = [one for one in here if not one.waits]
+            for follower in left:
+                follower.end()
+            if (left or followed.next is None) and not _is_read(followed):
+                self._followed = None
         if self._epoch is not None:
             self._epoch.go_on(epoch)
         self._expected.note(epoch)
@@ -364,10 +370,6 @@ class States:
         """
         epoch = self._here.get()
         followed = self._followed
-        if followed is not None:
-            for follower in followed.progress.followers:
-                if follower.thread == threading.get_ident() and epoch is not followed:
-                    follower.end()  # left in the middle, though somebody still holds its iterator
         if epoch is None:
             epoch = (followed and followed.next) or self._expected.get() or self._epoch
             self._followed = epoch

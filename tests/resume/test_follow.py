@@ -349,7 +349,11 @@ def test_a_reader_of_another_loader_is_refused() -> None:
 def test_a_reader_that_is_left_leaves_the_loader_to_the_next_loop() -> None:
     """Left by a break, or held by a variable, in the same thread; then a reader, or a plain loop."""
     loader = shuffled(num_workers=2, worker_type="thread")
-    held = []
+    held = [iter(loader.follow(in_this_thread(loader)))]
+    next(held[0])
+    for _ in range(2):
+        for had, _ in enumerate(loader, 1):
+            assert loader.state_dict()["batches"] == had
     for leave in (True, False):
         reader = iter(loader.follow(InThread(loader, ahead=1)))
         next(reader)
