@@ -76,7 +76,7 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _iter(iterate: Any, wrapper: Any) -> Any:
-    reading = Reading(loading_of(vars(wrapper)[_INSIDE]).states, wrapper, lambda: None)
+    reading = Reading(loading_of(vars(wrapper)[_INSIDE]).states.readers, wrapper, lambda: None)
     vars(wrapper)[_READING] = reading
     result = iterate(wrapper)
     reading.begin()
