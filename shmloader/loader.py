@@ -292,7 +292,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         ``for batch in loader.follow(prefetcher):``, where the prefetcher reads this loader, in this thread or
         another one. It may read into the next epochs. It must give one item for each batch, in the order of
         the batches. `state_dict` is then of the batch that the loop has, and after the loop of the epoch's
-        end. Break off and begin again as with the loader itself. Follow each epoch, or none. See docs/resume.md.
+        end. Break off and begin again as with the loader itself. Follow each epoch, or none.
 
         Args:
             batches: The look-ahead: iterable once or for each epoch.
