@@ -24,7 +24,7 @@ from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.placement import Placement
-from shmloader.worker.stream_fetchers import PartsFetcher
+from shmloader.worker.streams import PartsFetcher
 
 
 def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_workers: int = 1) -> Fetcher:
