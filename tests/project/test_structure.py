@@ -14,7 +14,7 @@ import pytest
 import traced_files
 
 WRITES = 99
-BATCH_FILES, ITER_FILES = 22, 40
+BATCH_FILES, ITER_FILES = 22, 36
 
 PLANTED = """
 class Owner:
