@@ -306,6 +306,31 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         return loading_of(self).follow(batches)
 
     @never_compiled
+    def batch(self, epoch: int, number: int) -> _T_co:
+        """The batch that this rank has in a step of an epoch, made again in this process, for debugging.
+
+        Iterators, the samplers, the workers and the program's random generators stay as they are. The order
+        must follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
+        torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
+        and batch size, or of the resumed rest of the epoch in progress.
+
+        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for the
+        epoch in progress or of a state that was loaded before; with ``persistent_workers`` also for other
+        epochs. Without it, it is drawn from the program's generators as they are, which no worker had. What
+        ``worker_init_fn`` or ``get_worker_info()`` change in a dataset is not there.
+
+        Args:
+            epoch: The number that the program passes to `set_epoch`.
+            number: The step, from 0 on.
+
+        Raises:
+            ResumeError: If the order or the seeds cannot be known, with the reason.
+            IndexError: If the epoch has no such batch.
+        """
+        batch: _T_co = loading_of(self).batch(epoch, number)
+        return batch
+
+    @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next ``iter(loader)`` continue from a state: with the batch after those returned.
 

@@ -287,29 +287,39 @@ class Counters:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder
 
-    def note_made(self, began_ns: int) -> None:
-        """Count a batch that ``next()`` has made itself, and the time that this took."""
+    def add(self, **counts: int) -> None:
+        """Add to counts, by their names: for what few batches have."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def note_answer(self, wait_ns: int, made_ns: int) -> None:
+        """Count the times of a worker: waiting for a task, and making its batch."""
+        self.workers_wait_for_slots_ns += wait_ns
+        self.workers_made_ns += made_ns
+
+    def note_wait(self, waited_ns: int) -> None:
+        """Count a wait for workers."""
+        self.wait_for_workers_ns += waited_ns
+
+    def note_return(self) -> None:
+        """Count a batch that ``next()`` is about to return."""
         self.batches += 1
         self.last_next_ns = time.perf_counter_ns()
+
+    def note_made(self, began_ns: int) -> None:
+        """Count a batch that ``next()`` has made itself, and the time that this took."""
+        self.note_return()
         self.in_process_ns += self.last_next_ns - began_ns
 
     def note_size(self, batch_nbytes: int) -> None:
         """Note the size of a batch in its slot."""
         self.largest_batch_nbytes = max(self.largest_batch_nbytes, batch_nbytes)
 
-    def note_spill(self, nbytes: int) -> None:
-        """Count a batch that was moved to private memory."""
-        self.spills += 1
-        self.spilled_nbytes += nbytes
-
-    def warns_of_spills(self) -> bool:
-        """Whether to warn of them now: once for each loader."""
-        before, self.warned_of_spills = self.warned_of_spills, True
+    def warns_first(self, name: str) -> bool:
+        """Whether a warning, by its flag's name, is to be given now: once for each loader."""
+        before = getattr(self, name)
+        setattr(self, name, True)
         return not before
-
-    def note_device(self, waited_ns: int) -> None:
-        """Count a wait for an accelerator."""
-        self.wait_for_device_ns += waited_ns
 
     def note_first_batch(self, made_ns: int) -> None:
         """Count the wait for the first batch of an epoch, or for one left out before it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _LEAST_WAIT = 0.1  # share of the time; what takes less is not what holds the program up
-_LEAST_BATCHES, _LEAST_S, _ENOUGH_S = 10, 0.2, 5.0
+_LEAST_BATCHES, _LEAST_S, _ENOUGH_S = 10, 0.2, 1.0
 _HELD = 64  # batches; from here on they are copied to private memory
 _SPILLED = 0.2  # of all batches
 _THROTTLED = 0.2  # of the scheduler's periods
@@ -228,9 +228,9 @@ def _lack_of_cores(e: Evidence) -> Verdict | None:
         why = f"; they had no core for {share_of(p.delay_s, e.made_s)} of their time" if p else ""
         return Verdict(
             Cause.TOO_MANY,
-            f"The workers are the bottleneck, and there are too many: {e.num_workers} of them share "
-            f"{e.usable_cores} cores{why}; {e.waited}. num_workers={e.usable_cores} loads as fast; beyond "
-            "that only quicker samples help.",
+            f"The workers are the bottleneck: {e.waited}, and there are too many: {e.num_workers} of them "
+            f"share {e.usable_cores} cores{why}. num_workers={e.usable_cores} loads as fast; beyond that "
+            "only quicker samples help.",
         )
     return None
 
@@ -287,8 +287,8 @@ def _number_of_workers(e: Evidence) -> Verdict | None:
     )
     return Verdict(
         Cause.TOO_FEW,
-        f"The workers are the bottleneck, and there are too few: {e.waited} for {e.num_workers} busy "
-        f"worker(s), and {why}; num_workers={needed} would help.",
+        f"The workers are the bottleneck: {e.waited}, and there are too few: {e.num_workers} busy worker(s), "
+        f"and {why}; num_workers={needed} would help.",
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from shmloader.indices.compact_states import generator_at
+from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.settings import Settings
@@ -63,13 +64,19 @@ def sampler_with_epoch(index_sampler: Any) -> Any:
     return None
 
 
-def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | None:
+def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | MixtureSampler | None:
     """The sampler that divides a global order, if a number of batches tells its place in that; or None."""
     inner = sampler_of_indices(index_sampler)
-    for kind in (ShardedSampler, TokenBatchSampler):
+    for kind in (ShardedSampler, TokenBatchSampler, MixtureSampler):
         if isinstance(inner, kind) and type(inner).__iter__ is kind.__iter__:
             return inner
     return None
+
+
+def mixture_sampler(index_sampler: Any) -> MixtureSampler | None:
+    """The sampler whose weights, which the program may change, are also in states between epochs; or None."""
+    sharded = sharded_sampler(index_sampler)
+    return sharded if isinstance(sharded, MixtureSampler) else None
 
 
 def has_state(one: Any) -> bool:
@@ -127,7 +134,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 def generator_of(index_sampler: Any) -> torch.Generator | None:
     """The generator that a sampler draws its order from; None if it draws from none, or has its own state."""
     inner = sampler_of_indices(index_sampler)
-    if type(inner) in _WITHOUT_DRAWS or sampler_with_state(index_sampler) is not None:
+    if type(inner) in (*_WITHOUT_DRAWS, MixtureSampler) or sampler_with_state(index_sampler) is not None:
         return None
     for sampler in with_inner(inner):
         if isinstance(generator := attribute_of(sampler, "generator"), torch.Generator):

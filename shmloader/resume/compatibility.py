@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -46,7 +46,8 @@ ONE_RANK = (
 _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
-_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
+_OF_MIXTURES = ("mixture", "stopping_strategy", "epoch_size", "run_length")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES, *_OF_MIXTURES)
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
@@ -136,13 +137,25 @@ def is_between_epochs(state: Mapping[str, Any]) -> bool:
 
 
 def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
-    """The batches that were returned out of order, after the first one that is missing."""
-    return tuple(map(int, filter(None, state["batches_behind"].split(","))))
+    """The batches that were returned out of order, or are to be left out, from the first missing one on."""
+    runs = [text.split("-") for text in filter(None, state["batches_behind"].split(","))]
+    return tuple(position for run in runs for position in range(int(run[0]), int(run[-1]) + 1))
+
+
+def listed(positions: Iterable[int]) -> str:
+    """Batches as a state lists them: ``"7,10-20"``."""
+    runs: list[list[int]] = []
+    for position in sorted(positions):
+        if runs and position == runs[-1][1] + 1:
+            runs[-1][1] = position
+        else:
+            runs.append([position, position])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
-    _check_whole(state)
+    check_whole(state)
     index_sampler = settings.index_sampler
     sharded = samplers.sharded_sampler(index_sampler)
     of_loader = described(settings)
@@ -158,6 +171,7 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         differences.append(ONE_RANK)
     has_state = samplers.sampler_with_state(index_sampler) is not None
     has_state |= sharded is not None and not is_between_epochs(state)
+    has_state |= samplers.mixture_sampler(index_sampler) is not None
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
         differences = [f"sampler_state is {text!r:.50} in the state, and the sampler has {has} state_dict()"]
@@ -171,7 +185,7 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         )
 
 
-def _check_whole(state: Mapping[str, Any]) -> None:
+def check_whole(state: Mapping[str, Any]) -> None:
     """Refuse what is no state, a state of another version, and a damaged one."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")

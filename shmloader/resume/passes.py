@@ -14,7 +14,7 @@ from shmloader.indices.compact_states import digest_of
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
-from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
+from shmloader.resume.replay import batches_by_own_state, batches_from, load_place, set_generator
 from shmloader.resume.stream_progress import StreamProgress
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
@@ -157,6 +157,8 @@ class Pass:
         if loaded is not None and samplers.sampler_with_state(index_sampler) is not None:
             unchanged = described(settings).items() <= loaded.items()
             return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
+        if loaded is not None and (mixed := samplers.mixture_sampler(index_sampler)) is not None:
+            load_place(mixed, loaded)  # nothing is drawn before the first batch
         return track(index_sampler, sampler_iter)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:

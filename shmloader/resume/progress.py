@@ -83,6 +83,9 @@ class Progress:
         if self.done == position:  # so none is done after it
             self.done = position + 1
             return
+        if isinstance(self.done, tuple) and self.done[0] == position and self.done[1] > position + 1:
+            self.done = (position + 1, *self.done[1:])  # many may follow that are left out
+            return
         done = {*self.behind, position}
         self.done = _joined(self.taken, sorted(done))
 

@@ -39,7 +39,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
         return batches_by_own_state(index_sampler, loaded, generator)
     source = _with_generator(index_sampler, loaded)
     if (sharded := samplers.sharded_sampler(index_sampler)) is not None:
-        sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+        load_place(sharded, loaded)
         return iter(source)
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
@@ -75,6 +75,11 @@ def batches_by_own_state(
         pass
     generator.set_state(at_begin)
     return TrackedBatches(index_sampler, iter(index_sampler))
+
+
+def load_place(sharded: Any, loaded: State) -> None:
+    """Set a sampler that divides a global order to its place in a state."""
+    sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
 
 
 def _with_generator(index_sampler: Any, loaded: State) -> Any:

@@ -162,7 +162,7 @@ class States:
         progress = epoch.progress
         state = (epoch.constant or self._constant_of(epoch)).copy()
         batches, *behind = done if isinstance(done, tuple) else (done,)
-        state["batches"], state["batches_behind"] = batches, ",".join(map(str, behind))
+        state["batches"], state["batches_behind"] = batches, compatibility.listed(behind)
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)
         if not (others or behind or self._older) and epoch.constant is not None:
@@ -197,6 +197,8 @@ class States:
         early = None if progress is None else progress.before_next
         before = early or (None if self._pass is None else self._pass.before)
         state = self._described(settings, progress, self._own_generators(settings, before))
+        if (mixed := samplers.mixture_sampler(settings.index_sampler)) is not None:
+            state["sampler_state"] = json.dumps(mixed.state_after(0, 1))
         stateful = samplers.sampler_with_state(settings.index_sampler)
         if epoch is not None:
             taken = epoch.progress.taken
@@ -206,6 +208,27 @@ class States:
         elif stateful is not None:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
         return compatibility.signed(state)
+
+    def seeds_of(self, epoch: int, loaded: State | None) -> tuple[int, int] | None:
+        """The base seed of an epoch, and its number in its iterator; None if they are not known.
+
+        They are known of the epoch in progress, or of a state that was loaded. With persistent workers they
+        are known of others, too.
+        """
+        if loaded is None and self._epoch is not None:
+            progress = self._epoch.progress
+            persistent, number = bool(self._epoch.settings.persistent_workers), progress.iterator_epoch
+            base_seed, of_sampler, told = progress.base_seed, progress.sampler_epoch, progress.set_epoch
+        elif loaded is not None and loaded["base_seed"] is not None:
+            persistent, number = loaded["persistent_workers"], loaded["iterator_epoch"]
+            base_seed, of_sampler, told = loaded["base_seed"], loaded["sampler_epoch"], loaded["set_epoch"]
+        else:
+            return None
+        known = told if of_sampler is None else of_sampler
+        if known is None or (loaded is not None and loaded["finished"]):
+            return None
+        number += epoch - known
+        return (base_seed, number) if epoch == known or (persistent and number >= 0) else None
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""

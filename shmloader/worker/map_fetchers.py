@@ -16,14 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.failures.bad_samples import (
-    LEFT_OUT,
-    RAISE,
-    REPLACE,
-    Report,
-    describe,
-    is_a_samples_fault,
-)
+from shmloader.failures.bad_samples import LEFT_OUT, RAISE, REPLACE, Report, describe, is_a_samples_fault
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.failures.mismatches import explain_collation
 from shmloader.indices.packed_indices import PackedInts, Run
