@@ -27,7 +27,8 @@ from benchmarks.result_files import noted, result_file, write_json
 from benchmarks.tables import or_empty, render_table
 
 WORKERS = (1, 2, 4, 8, 15)
-WORKLOADS = ("images", "rows", "png")
+OWN_COLLATE = ("own-stack", "own-boxes", "own-zeros", "own-padded", "own-whole", "own-encoded")
+WORKLOADS = ("images", "rows", "png", *OWN_COLLATE)
 LOADERS = ("shmloader", "torch-*", "spdl-arena", "seqtools")
 
 Rates = dict[str, dict[str, dict[int, float]]]  # samples per second by workload, loader and workers
