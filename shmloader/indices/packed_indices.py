@@ -1,8 +1,7 @@
 """Index batches as they travel to a worker: many ints as an int64 array, others as a pickle.
 
 The array saves a pickler in the main process, which takes 30 µs and more if the program has done something
-else since the last batch. A worker that gathers rows needs an array anyway. For a tensor that is a view, only
-its own items are pickled.
+else since the last batch. A worker that gathers rows needs an array anyway.
 """
 
 from __future__ import annotations
@@ -32,14 +31,9 @@ _ITEM = np.dtype([("letter", "u1"), ("value", "<i4")])
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
-
 BY_VALUE: list[type[Any]] = []
-"""Base classes of sequences in shared memory, which are pickled as lists. Their modules add them here.
-
-Index batches are kept as bytes and are read any number of times, or never, so no descriptor can be sent with
-them.
-"""
-
+"""Base classes of sequences in shared memory, which are pickled as lists: an index batch may be read any
+number of times, or never, so no descriptor can be sent with it. Their modules add them here."""
 
 PackedInts = memoryview
 """Packed ints of an index batch: 64 bits each, in native byte order. A program's own memoryview cannot be

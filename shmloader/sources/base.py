@@ -34,16 +34,12 @@ sample, also if a row does not exist, so that the error is the dataset's own.
 
 
 class Source(NamedTuple):
-    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches.
-
-    Attributes:
-        gather: See `Gather`.
-        users_code: Whether gathering runs code of the program, which must not run twice for one batch.
-        of_run: Like `gather`, of consecutive rows, if that is faster. In the main process only.
-    """
+    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches."""
 
     gather: Gather
+    # Whether gathering runs code of the program, which must not run twice for one batch.
     users_code: bool = False
+    # Like `gather`, of consecutive rows, if that is faster. In the main process only.
     of_run: Callable[[Run], Any] | None = None
 
     def gather_run(self, run: Run) -> Any:

@@ -28,9 +28,10 @@ from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_pa
 from shmloader.store import kinds, static
 from shmloader.store.base import Store
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
+from shmloader.store.columns.key_hashes import hashes_of
 from shmloader.store.graph import Graph, Node, blame
 from shmloader.store.handles import MappedFiles, is_shared, register
-from shmloader.store.mapping import MappingStore, SetStore, factory_of, hashes_of, write_index
+from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
 from shmloader.store.replace import Replacer
 from shmloader.store.rows import RowStore
@@ -64,7 +65,7 @@ def share_graph(
         nodes = [one for one in nodes if one.plan != "array" or not files.is_shared_by_program(one.value)]
         nodes = [node for node in nodes if _has_holder(node, replacer, graph)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
-    nodes.sort(key=lambda node: (node.plan == "rows") + isinstance(node.value, dict | set | frozenset))
+    nodes.sort(key=_turn)
     replaced: dict[int, Any] = {}
     if nodes:
         with MemoryWriter(len(nodes)) as writer:
@@ -74,6 +75,12 @@ def share_graph(
                 replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
     _report(graph, replaced)
     return replacer.replace(root, replaced) if replaced else root
+
+
+def _turn(node: Node) -> tuple[int, int]:
+    """When to write a node: arrays before others, and large ones before what may be views of them."""
+    turn = (node.plan == "rows") + isinstance(node.value, dict | set | frozenset)
+    return turn, -kinds.estimate_nbytes(node.value) if node.plan == "array" else 0
 
 
 def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
@@ -186,10 +193,10 @@ def unshare(root: Any) -> Any:
 def _unshared(value: Any) -> Any:
     """A copy of a shared value in the memory of this process; None if it is not shared."""
     if isinstance(value, MappingStore):
-        *_, factory = value.__reduce__()[1]
-        return dict(value) if factory is None else defaultdict(factory, value)
+        factory = value.default_factory
+        return value.plain() if factory is None else defaultdict(factory, value.plain())
     if isinstance(value, Store | SetStore):
-        return list(value) if isinstance(value, Store) else set(value)
+        return list(value.plain()) if isinstance(value, Store) else set(value)
     if type(value) not in (np.ndarray, torch.Tensor) or not is_shared(value, None):
         return None
     return value.clone() if isinstance(value, torch.Tensor) else value.copy()

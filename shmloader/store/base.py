@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any, Self, cast, overload
 
 import numpy as np
 import torch
 
+from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.indices.packed_indices import BY_VALUE
-from shmloader.store.description import StoreDescription, describe_rows, table_of
+from shmloader.store.description import StoreDescription, describe_rows
+from shmloader.store.list_methods import ListMethods
 from shmloader.store.memory import share_array
 from shmloader.store.read_only import ReadOnly
 from shmloader.store.tables import save
@@ -75,7 +77,7 @@ class SharedObject(ReadOnly, ABC):
         return self
 
 
-class Store(SharedObject, Sequence[Any]):
+class Store(SharedObject, ListMethods):
     """A read-only sequence in shared memory.
 
     A subclass defines the number of rows and how to read one; the rest of the sequence's interface is derived
@@ -111,6 +113,10 @@ class Store(SharedObject, Sequence[Any]):
             IndexError: If an index is out of range.
             TypeError: If the rows do not fit in ``out``.
         """
+
+    def plain(self) -> Store:
+        """The same rows, with large lists and dicts inside of them built, and not views."""
+        return self
 
     def column(self, name: str | int) -> Store:
         """One field of all rows, as a store over the same memory; None for dicts that lack the key.
@@ -159,49 +165,8 @@ class Store(SharedObject, Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return map(self.row, range(len(self)))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        if copy is False:
-            raise ValueError("the rows of a store become an array by a copy")
-        first = self.row(0) if len(self) else self.take([])
-        in_columns = isinstance(first, Mapping | tuple)  # `take` would give its columns separately
-        rows = list(self) if in_columns else self.take(np.arange(len(self)))
-        return np.asarray(rows, dtype=dtype)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
-            return NotImplemented
-        return len(self) == len(other) and all(map(equal, self, other))
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
-
-    def __contains__(self, value: object) -> bool:
-        return any(equal(row, value) for row in self)
-
-    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """The first row that equals ``value``; ValueError if there is none."""
-        for number in range(*slice(start, stop).indices(len(self))):
-            if equal(self.row(number), value):
-                return number
-        raise ValueError(f"{value!r} is not in the store")
-
-    def count(self, value: Any) -> int:
-        """The number of rows that equal ``value``."""
-        return sum(equal(row, value) for row in self)
-
     def __repr__(self) -> str:
         return describe_rows(self, self, self.describe())
-
-    def _repr_html_(self) -> str:
-        """The table that a notebook shows."""
-        from html import escape
-
-        names, rows = table_of(self)
-        head = "".join(f"<th>{escape(name)}</th>" for name in names)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        caption = escape(str(self.describe()).splitlines()[0])
-        return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>"
 
 
 BY_VALUE.append(Store)
@@ -256,36 +221,6 @@ def row_array(indices: Any, rows: int) -> Rows:
     return numbers if least >= 0 else np.where(numbers < 0, numbers + rows, numbers)
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Whether two rows are equal: identical, or ``==``; arrays and tensors, also inside rows, as wholes."""
-    if one is other:
-        return True
-    if isinstance(one, _ARRAYS) or isinstance(other, _ARRAYS):
-        return _equal_arrays(one, other)
-    try:
-        return bool(one == other)
-    except (ValueError, RuntimeError):  # an array in it, of which neither is true
-        if type(one) is type(other) and isinstance(one, dict):
-            return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-        if type(one) is type(other) and isinstance(one, list | tuple):
-            return len(one) == len(other) and all(map(equal, one, other))
-        raise
-
-
-_ARRAYS = (np.ndarray, torch.Tensor)
-
-
-def _equal_arrays(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.layout is not torch.strided or other.layout is not torch.strided:  # torch compares no others
-            return one.layout is other.layout and _equal_arrays(one.to_dense(), other.to_dense())
-        return one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        alike = one.shape == other.shape and one.dtype.names == other.dtype.names
-        return alike and bool((one == other).all())
-    return False
-
-
 class Selection(Store):
     """Some rows of a store: the view that slices and `Store.select` give. Shares the store's memory."""
 
@@ -321,6 +256,10 @@ class Selection(Store):
         """Some of these rows, as a store."""
         return self._store.select(self._whole_numbers(indices))
 
+    def plain(self) -> Store:
+        """The same rows, without views inside of them."""
+        return Selection(self._store.plain(), self._rows)
+
     def column(self, name: str | int) -> Store:
         """A field of these rows, as a store."""
         return Selection(self._store.column(name), self._rows)
@@ -336,6 +275,13 @@ class Selection(Store):
         return StoreDescription(
             whole.kind, len(self._rows), round(whole.nbytes * part), round(whole.python_nbytes * part)
         )
+
+    def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
+        """See `ListMethods.items_between`."""
+        rows = self._rows[begin:end]
+        if not isinstance(rows, range) or rows.step != 1:
+            return None
+        return self._store.items_between(rows.start, rows.stop)
 
     def to_arrow(self) -> Any:
         """The rows as Arrow data; those at a distance other than 1 are copied."""

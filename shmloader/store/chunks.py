@@ -16,11 +16,12 @@ from typing import Any
 import pyarrow as pa
 
 from shmloader.store.columns.classes import Classes, ClassFinder
-from shmloader.store.columns.encode import ColumnEncoder
+from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.columns.kind import (
     Origin,
     PythonType,
     Reader,
+    Views,
     dictionary_outside,
     find_types,
     reader_of,
@@ -112,6 +113,22 @@ def chunks_in_memory(
     return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
 
 
+def items_of_rows(
+    items: Any,
+    memory: SharedBuffer,
+    links: Mapping[int, Chunks],
+    pickles: bool,
+    source: str,
+    classes: Classes,
+) -> Chunks:
+    """One chunk: the items of containers inside of other rows."""
+    batch = pa.RecordBatch.from_arrays([items], schema=pa.schema([pa.field("", items.type)], COLUMN))
+    made_by = items_of_rows, items, memory, links, pickles, source
+    return Chunks(
+        [(memory, batch)], memory, items.nbytes, classes, made_by, 0, links, pickles, [source] * bool(source)
+    )
+
+
 class _ChunkSource:
     """A file for Arrow to read a chunk from; reads of its body give views."""
 
@@ -165,18 +182,22 @@ class Column:
         chunks: The chunks.
         path: The field; empty for the rows.
         copy: Whether arrays and tensors are private copies.
+        views: See `Origin`.
         starts: See `Chunks`.
         readers: Chunk ``c``'s reader, of row numbers in the chunk, is at ``c + 1``, the result of bisecting
             the starts. Both ends stay None: no such row.
     """
 
-    def __init__(self, chunks: Chunks, path: Path = (), *, copy: bool = False) -> None:
+    def __init__(
+        self, chunks: Chunks, path: Path = (), *, copy: bool = False, views: Views | None = None
+    ) -> None:
         self.chunks = chunks
         self.path = path
         self.copy = copy
+        self.views = views
         self.starts = chunks.starts
         self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
-        self._links = {link: Column(linked, copy=copy) for link, linked in chunks.links.items()}
+        self._links = {link: Column(linked, copy=copy, views=views) for link, linked in chunks.links.items()}
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -188,12 +209,12 @@ class Column:
 
     def make(self, place: int) -> Reader:
         """Make the reader of the chunk before a place."""
-        reader = self.readers[place] = reader_of(self.array(place - 1), self._origin(place - 1))
+        reader = self.readers[place] = reader_of(self.array(place - 1), self.origin(place - 1))
         return reader
 
     def field(self, name: str | int) -> Column:
         """A field of these rows."""
-        return Column(self.chunks, (*self.path, name), copy=self.copy)
+        return Column(self.chunks, (*self.path, name), copy=self.copy, views=self.views)
 
     def array(self, chunk: int) -> Any:
         """The values of a chunk; KeyError if not all rows have the field."""
@@ -213,9 +234,13 @@ class Column:
     def _plain(self, chunk: int, array: Any) -> Any:
         if not find_types(array.type, Links):
             return array
-        read = reader_of(array, self._origin(chunk))
+        read = reader_of(array, Column(self.chunks, copy=self.copy).origin(chunk))  # without views
         return ColumnEncoder().encode(list(map(read, range(len(array)))))
 
-    def _origin(self, chunk: int) -> Origin:
+    def origin(self, chunk: int) -> Origin:
+        """The way to read a chunk."""
         chunks = self.chunks
-        return Origin(chunks.memories[chunk], chunks.finder, self._links, self.copy, chunks.pickles)
+        source = chunks.sources[chunk] if chunks.sources else ""
+        return Origin(
+            chunks.memories[chunk], chunks.finder, self._links, self.copy, chunks.pickles, source, self.views
+        )

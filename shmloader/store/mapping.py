@@ -7,95 +7,29 @@ process to process, so keys are hashed in a way that does not.
 
 from __future__ import annotations
 
-import datetime as dt
-import enum
-import numbers
 import pickle
-import uuid
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from operator import attrgetter
-from pathlib import PurePath
 from typing import Any, ClassVar, cast
-from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 
-from shmloader.store.base import SharedObject, Store, equal
+from shmloader.store.base import SharedObject, Store
+from shmloader.store.columns.key_hashes import HASH_BITS, Numbers, hash_of, hashes_of
 from shmloader.store.description import StoreDescription, describe_rows
+from shmloader.store.list_methods import equal
 from shmloader.store.memory import MemoryWriter
-from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import form_of_mapping
 
-_HASH_BITS = 32
 _MOST_BUCKET_BITS = 12  # 0.15 MB in each process that looks keys up
-_Numbers = np.ndarray[Any, np.dtype[Any]]
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over all 64 bits
 
 
-def _instant(key: dt.datetime) -> int:
-    """A number that is the same for equal times in any time zone."""
-    seconds = ((key.toordinal() * 24 + key.hour) * 60 + key.minute) * 60 + key.second
-    offset = key.replace(fold=0).utcoffset() or dt.timedelta()
-    return seconds * 1_000_000 + key.microsecond - offset // dt.timedelta(microseconds=1)
-
-
-_STAND_INS: dict[Any, Callable[[Any], int | str]] = {
-    uuid.UUID: attrgetter("int"),
-    dt.datetime: _instant,
-    dt.date: dt.date.toordinal,
-    PurePath: lambda key: str(key).lower(),  # case means nothing in Windows
-    enum.Enum: attrgetter("_name_"),
-}
-"""Functions that give the value to hash for keys of these types, equal for equal keys."""
-
-
-def hash_of(key: Any) -> int | None:
-    """A hash of 32 bits that is the same in all processes, and for keys that are equal.
-
-    Returns:
-        None for types whose hash or equality is not known to be Python's own.
-    """
-    if key.__class__ is str and key.isascii():
-        return crc32(key.encode())
-    kind_hash: Any = type(key).__hash__
-    if kind_hash is int.__hash__:
-        return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF
-    if kind_hash is str.__hash__ or isinstance(key, np.str_):
-        return crc32(str.encode(key, "utf-8", "surrogatepass"))
-    if kind_hash is bytes.__hash__ or isinstance(key, np.bytes_):
-        return crc32(key)
-    if key is None:
-        return 0x2545F491
-    # hash(1) == hash(1.0) == hash(True) == hash(Decimal(1)), and those of timedeltas are NumPy's
-    if isinstance(key, numbers.Number | np.bool_ | dt.timedelta):
-        return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF
-    if kind_hash is tuple.__hash__ or kind_hash is frozenset.__hash__:
-        hashes: Any = [hash_of(item) for item in key]
-        if None in hashes:
-            return None
-        hashes = hashes if kind_hash is tuple.__hash__ else sorted(hashes)
-        return crc32(np.array(hashes, np.uint32).tobytes(), len(hashes))
-    if isinstance(key, np.datetime64):  # it is equal to the datetime
-        rounded = key.astype("M8[us]")
-        key = rounded.item() if rounded == key else key
-    for kind, stand_in in _STAND_INS.items():  # also of subclasses, such as pandas.Timestamp
-        if isinstance(key, kind) and kind.__hash__(key) == hash(key):
-            return hash_of(stand_in(key))
-    return None
-
-
-def hashes_of(keys: Iterable[Any]) -> _Numbers:
-    """The hashes of keys; -1 for those that have none."""
-    return np.array([-1 if (hashed := hash_of(key)) is None else hashed for key in keys], np.int64)
-
-
-def write_index(hashes: _Numbers, writer: MemoryWriter) -> Callable[[Store, SharedBuffer], KeyIndex]:
+def write_index(hashes: Numbers, writer: MemoryWriter) -> Callable[[Store, SharedBuffer], KeyIndex]:
     """Write the index of the keys of all rows, by their hashes; returns the function that makes it."""
     odd = np.flatnonzero(hashes < 0)
     rows = np.argsort(hashes, kind="stable")[len(odd) :]  # the odd ones, -1, come first
@@ -115,14 +49,14 @@ class KeyIndex:
         odd: Rows whose keys have no hash.
     """
 
-    def __init__(self, keys: Store, hashes: _Numbers, rows: _Numbers, odd: _Numbers) -> None:
+    def __init__(self, keys: Store, hashes: Numbers, rows: Numbers, odd: Numbers) -> None:
         self.keys = keys
         self._arrays = hashes, rows, odd
         # Items of these are ints of Python.
         self._hashes = memoryview(cast("Any", hashes))
         self._rows = memoryview(cast("Any", rows))
         bits = min(max(0, len(hashes).bit_length() - 3), _MOST_BUCKET_BITS)
-        self._shift = _HASH_BITS - bits
+        self._shift = HASH_BITS - bits
         limits = np.arange((1 << bits) + 1, dtype=np.int64) << self._shift
         self._buckets: list[int] = np.searchsorted(hashes, limits).tolist()
         self._rows_of_odd: dict[Any, int] | None = None
@@ -192,16 +126,21 @@ class KeyedStore(SharedObject):
     """Base of mappings and sets: rows, and the index of their keys.
 
     The rows are the members of a set; of a mapping they are records with the fields ``key`` and ``value``.
+
+    Attributes:
+        rows: The rows.
+        row_of: Finds the row of a key; -1 if there is none.
     """
 
     KIND: ClassVar[str]
 
-    def __init__(self, rows: RowStore, index: KeyIndex) -> None:
+    def __init__(self, rows: Any, index: KeyIndex) -> None:
         self.rows = rows
         self._index = index
+        self.row_of: Callable[[object], int] = index.row_of
 
     def __contains__(self, key: object) -> bool:
-        return self._index.row_of(key) >= 0
+        return self.row_of(key) >= 0
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._index.keys)
@@ -212,7 +151,7 @@ class KeyedStore(SharedObject):
     @property
     def buffer(self) -> SharedBuffer:
         """The memory of the rows."""
-        return self.rows.buffer
+        return self.rows.buffer  # type: ignore[no-any-return]
 
     @property
     def form(self) -> dict[str, Any]:
@@ -221,7 +160,8 @@ class KeyedStore(SharedObject):
 
     def describe(self) -> StoreDescription:
         """The description of the rows, under the kind of the mapping."""
-        return replace(self.rows.describe(), kind=self.KIND)
+        rows: StoreDescription = self.rows.describe()
+        return replace(rows, kind=self.KIND)
 
     def to_arrow(self) -> Any:
         """The members, or a ``pyarrow.Table`` with ``key`` and ``value``."""
@@ -242,28 +182,38 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
 
     Made from a ``Counter`` or ``defaultdict``, it answers as that does for a key that it does not have;
     nothing is inserted.
+
+    Attributes:
+        stored_values: The values of all rows, as a store.
+        value_at: Reads the value of a row.
+        default_factory: Makes the values of keys that it lacks; None if it raises KeyError.
     """
 
     KIND = "mapping"
 
-    def __init__(self, rows: RowStore, index: KeyIndex, factory: Callable[[], Any] | None = None) -> None:
+    def __init__(self, rows: Any, index: KeyIndex, factory: Callable[[], Any] | None = None) -> None:
         """Read a mapping; the ``factory`` makes the values of keys that it lacks."""
         super().__init__(rows, index)
-        self._values = rows.column("value") if len(rows) else rows
-        self._factory = factory
+        self.stored_values: Any = rows.column("value") if len(rows) else rows
+        self.value_at: Callable[[int], Any] = self.stored_values.__getitem__
+        self.default_factory = factory
+
+    def plain(self) -> dict[Any, Any]:
+        """A dict of the items, in this process's memory, without views at any depth."""
+        return dict(zip(self, self.stored_values.plain(), strict=True))
 
     def __getitem__(self, key: Any) -> Any:
-        row = self._index.row_of(key)
+        row = self.row_of(key)
         if row >= 0:
-            return self._values[row]
-        if self._factory is None:
+            return self.value_at(row)
+        if self.default_factory is None:
             raise KeyError(key)
-        return self._factory()
+        return self.default_factory()
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The value of a key, or ``default`` as for a dict, also if ``[key]`` would make up a value."""
-        row = self._index.row_of(key)
-        return default if row < 0 else self._values[row]
+        row = self.row_of(key)
+        return default if row < 0 else self.value_at(row)
 
     def items(self) -> ItemsView[Any, Any]:
         """The items, in order."""
@@ -272,6 +222,16 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
     def values(self) -> ValuesView[Any]:
         """The values, in order."""
         return _Values(self)
+
+    def copy(self) -> dict[Any, Any]:
+        """A dict of the items, in this process's memory."""
+        return dict(self.items())
+
+    def __or__(self, other: Any) -> dict[Any, Any]:
+        return self.copy() | dict(other) if isinstance(other, Mapping) else NotImplemented
+
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        return dict(other) | self.copy() if isinstance(other, Mapping) else NotImplemented
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -291,24 +251,24 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
     @property
     def form(self) -> dict[str, Any]:
         """The kind of the mapping and its default factory, as its file has them."""
-        return form_of_mapping(self._factory)
+        return form_of_mapping(self.default_factory)
 
     def __reduce__(self) -> Any:
-        return MappingStore, (self.rows, self._index, self._factory)
+        return MappingStore, (self.rows, self._index, self.default_factory)
 
 
 class _Items(ItemsView[Any, Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return ((record["key"], record["value"]) for record in self._mapping.rows)
+        return zip(self._mapping, self._mapping.values(), strict=True)
 
 
 class _Values(ValuesView[Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._mapping._values)  # noqa: SLF001 - a part of the mapping
+        return iter(self._mapping.stored_values)
 
 
 class SetStore(KeyedStore, AbstractSet[Any]):
@@ -320,3 +280,32 @@ class SetStore(KeyedStore, AbstractSet[Any]):
     def _from_iterable(cls, values: Iterable[Any]) -> Any:
         """The result type of ``&``, ``|`` and ``-``: sets of the calling process."""
         return set(values)
+
+    def copy(self) -> set[Any]:
+        """A set of the members, in this process's memory."""
+        return set(self)
+
+    def union(self, *others: Iterable[Any]) -> set[Any]:
+        """See ``set.union``."""
+        return set(self).union(*others)
+
+    def intersection(self, *others: Iterable[Any]) -> set[Any]:
+        """See ``set.intersection``."""
+        first, *rest = others or (self,)
+        return {value for value in first if value in self}.intersection(*rest)
+
+    def difference(self, *others: Iterable[Any]) -> set[Any]:
+        """See ``set.difference``."""
+        return set(self).difference(*others)
+
+    def symmetric_difference(self, other: Iterable[Any]) -> set[Any]:
+        """See ``set.symmetric_difference``."""
+        return set(self).symmetric_difference(other)
+
+    def issubset(self, other: Iterable[Any]) -> bool:
+        """See ``set.issubset``."""
+        return set(self).issubset(other)
+
+    def issuperset(self, other: Iterable[Any]) -> bool:
+        """See ``set.issuperset``."""
+        return all(value in self for value in other)

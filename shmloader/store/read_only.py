@@ -18,6 +18,8 @@ class ReadOnly:
     """A value that never changes. A method of lists, dicts or sets that it lacks is an AttributeError."""
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what libraries ask of any object, for each conversion
+            raise AttributeError(name)
         why = f": {_WAY_BACK}" if name in _CHANGES else ""
         said = f"{type(self).__name__!r} object has no attribute {name!r}{why}"
         raise AttributeError(said, name=name, obj=self)

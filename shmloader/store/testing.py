@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.store.base import Store, equal
+from shmloader.store.base import Store
 from shmloader.store.description import StoreDescription
 from shmloader.store.handles import pack, unpack
+from shmloader.store.list_methods import equal
 
 Check = Callable[[Any, list[Any]], None]
 

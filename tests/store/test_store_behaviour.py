@@ -385,7 +385,7 @@ def test_any_dict_comes_back(original: dict[Any, int]) -> None:
 
 
 def test_keys_whose_hashes_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmloader.store.mapping.crc32", lambda data, start=0: 7)
+    monkeypatch.setattr("shmloader.store.columns.key_hashes.crc32", lambda data, start=0: 7)
     store = share({str(n): n for n in range(50)})
     assert [store[str(n)] for n in range(50)] == list(range(50))
     assert "50" not in store

@@ -16,7 +16,7 @@ import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import pyarrow as pa
 
@@ -36,6 +36,30 @@ United = Callable[[list[Any]], list[Any]]
 """Gives arrays of any types as arrays of one type."""
 
 
+MakeView = Callable[[int, int], Any]
+"""Makes the view of a large container whose items are those from one place on, up to another."""
+
+MOST_BUILT = 1 << 15
+"""The weight of the heaviest container inside a row that a read builds: about 0.2 ms."""
+
+
+class Views(Protocol):
+    """Views of large containers inside rows, for columns of these.
+
+    Attributes:
+        heaviest_dict: The weight of the heaviest dict that is built.
+    """
+
+    @property
+    def heaviest_dict(self) -> int: ...
+
+    def of_lists(self, items: Any, origin: Origin) -> MakeView:
+        """Views of lists, over the items of all."""
+
+    def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
+        """Views of dicts, over the structs of a key and a value of all."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """The source of a column's values, and the way to read them.
@@ -46,6 +70,8 @@ class Origin:
         links: Readers of the columns that links lead to.
         copy: Whether arrays and tensors are private copies, which may be changed.
         pickles: Whether pickled values may be read.
+        source: The file; empty for data of this program.
+        views: Makes views of large containers inside of rows; None to build all of them.
     """
 
     memory: SharedBuffer | None = None
@@ -53,6 +79,8 @@ class Origin:
     links: Mapping[int, Reader] = field(default_factory=dict)
     copy: bool = False
     pickles: bool = True
+    source: str = ""
+    views: Views | None = None
 
     def holds(self, buffer: Any) -> bool:
         """Whether a buffer begins in the memory."""
@@ -79,6 +107,14 @@ class Block(NamedTuple):
     bit: int | None = None  # the place of the first value in the bytes
 
 
+class Weight(NamedTuple):
+    """The work of building values: a number counts 1, another value 16, a container 128 and its contents."""
+
+    least: int  # of one row
+    most: int
+    of: Callable[[int, int], int]  # of the rows from one to another
+
+
 class UnfitError(Exception):
     """Not all values fit into a column of their type; ``fits`` tells which do."""
 
@@ -95,11 +131,13 @@ class Kind:
         is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
         nests: Whether a value may be reached from itself.
         nullable: Whether a column can have nulls beside its values.
+        is_number: Whether its values are made as quickly as numbers.
     """
 
     takes: ClassVar[tuple[type[Any], ...]] = ()
     is_leaf: ClassVar[bool] = True
     nests: ClassVar[bool] = False
+    is_number: ClassVar[bool] = False
     nullable: bool = True
 
     def __init_subclass__(
@@ -159,6 +197,11 @@ class Kind:
         """The column as one array; None if its values have not all one shape and dtype."""
         return None
 
+    def weight(self, column: Any) -> Weight:
+        """The work of building rows."""
+        each = 1 if self.is_number else 16 if self.is_leaf else 128
+        return Weight(each, each, lambda begin, end: each * (end - begin))
+
     def describe(self, kind: Any) -> str:
         """The type for people."""
         return str(kind)
@@ -181,6 +224,11 @@ def kind_of(kind: Any) -> Kind:
 def kind_of_class(kind: type) -> type[Kind]:
     """The kind of the values that are exactly of a Python type."""
     return _TAKES.get(kind) or next((one for where, one in _TAKES_WHERE if where(kind)), _TAKES[object])
+
+
+def takes_too(python_type: type, kind: type[Kind]) -> None:
+    """Let a kind write the values of another type: they are read as those of its own."""
+    _TAKES[python_type] = kind
 
 
 class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
@@ -263,6 +311,9 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         return [self.rewrap(storage) for storage in united([part.storage for part in parts])]
 
+    def weight(self, column: Any) -> Weight:
+        return weight_of(column.storage) if self.nests else super().weight(column)
+
     def describe(self, kind: Any) -> str:
         said = self.parameters
         parts = [str(said[key]) for key in ("python", "dtype", "shape", "kind") if key in said]
@@ -307,6 +358,22 @@ def items_of(column: Any, *, nulls: bool = True) -> Any:
         return None
     kind.check(column)
     return kind.items(column)
+
+
+def block_of(column: Any, memory: SharedBuffer | None) -> Block | None:
+    """The column as one array without nulls; None if its values are not all such items."""
+    if storage_of(column).null_count or pa.types.is_dictionary(storage_of(column).type):
+        return None
+    kind = kind_of(column.type)
+    kind.check(column)
+    block = kind.block(column, memory)
+    return None if block is None or block.bit is not None else block
+
+
+def weight_of(column: Any) -> Weight:
+    """The work of building rows of a column."""
+    column = dictionary_outside(column)
+    return kind_of(column.type).weight(column)
 
 
 def storage_of(column: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,19 +12,27 @@ from pyarrow import types as arrow
 
 from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.buffers import ends_of, lists_to_arrow, mask_of, numbers_to_arrow
+from shmloader.store.columns.key_hashes import hashes_of
 from shmloader.store.columns.kind import (
+    MOST_BUILT,
     Block,
     Kind,
+    MakeView,
     Origin,
     PythonType,
     Reader,
     United,
+    Weight,
     items_of,
     kind_of,
     reader_of,
     type_name,
+    weight_of,
 )
 from shmloader.store.sealed_buffer import SharedBuffer
+
+_INDEX = [("hash", pa.uint32()), ("place", pa.uint32())]
+_MOST_SCANNED = 32  # keys of a dict that are compared one by one
 
 
 def list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> Any:
@@ -47,6 +55,40 @@ def _numbers_in(items: Any) -> memoryview[Any] | None:
     return found if isinstance(found, memoryview) else None
 
 
+def built_or_view(build: Reader, make: MakeView, ends: Sequence[int], items: Weight, heaviest: int) -> Reader:
+    """The reader of containers of which heavy ones are views.
+
+    Args:
+        build: Reads one as a list or dict.
+        make: Makes the view of one.
+        ends: The places where the items of each row begin, and those of the last one end.
+        items: The weight of the items.
+        heaviest: The weight of items up to which containers are built.
+    """
+    few, many = heaviest // max(items.most, 1), heaviest // max(items.least, 1)
+    weigh = items.of
+
+    def read(i: int) -> Any:
+        begin, end = ends[i], ends[i + 1]
+        if end - begin <= few or (end - begin <= many and weigh(begin, end) <= heaviest):
+            return build(i)
+        return make(begin, end)
+
+    return read
+
+
+def weight_of_containers(ends: Sequence[int], items: Weight) -> Weight:
+    """The work of building containers whose items have these ends."""
+    some = np.asarray(ends[:2] if isinstance(ends, range) else ends)
+    longest = int(np.diff(some).max(initial=0))
+    weigh = items.of
+
+    def of(begin: int, end: int) -> int:
+        return 128 * (end - begin) + weigh(ends[begin], ends[end])
+
+    return Weight(128, 128 + longest * items.most, of)
+
+
 class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
     """Lists, as the items of all, and the ends of each; of one length as `FixedLists`."""
 
@@ -62,11 +104,26 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
         return lists_to_arrow(lengths, items)
 
     def getter(self, column: Any, origin: Origin) -> Reader:
+        build = self._builder(column, origin)
+        if origin.views is None or self.weight(column).most <= MOST_BUILT:
+            return build
+        make = origin.views.of_lists(column.values, origin)
+        return built_or_view(build, make, self._ends(column), weight_of(column.values), MOST_BUILT)
+
+    def _builder(self, column: Any, origin: Origin) -> Reader:
+        """The reader that makes whole lists."""
         ends, numbers = ends_of(column), _numbers_in(column.values)
         if numbers is not None:
             return lambda i: numbers[ends[i] : ends[i + 1]].tolist()
         read = reader_of(column.values, origin)
         return lambda i: [*map(read, range(ends[i], ends[i + 1]))]
+
+    def _ends(self, column: Any) -> Sequence[int]:
+        """The places where the items of each row begin, and those of the last one end."""
+        return ends_of(column)
+
+    def weight(self, column: Any) -> Weight:
+        return weight_of_containers(self._ends(column), weight_of(column.values))
 
     def form(self, kind: Any) -> Hashable:
         return "list"
@@ -87,7 +144,7 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
 class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
     """Lists of one length."""
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
+    def _builder(self, column: Any, origin: Origin) -> Reader:
         size, numbers = column.type.list_size, _numbers_in(column.values)
         first = column.offset * size
         if numbers is not None:
@@ -96,6 +153,12 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
         if size == 1:
             return lambda i: [read(first + i)]
         return lambda i: [*map(read, range(first + i * size, first + i * size + size))]
+
+    def _ends(self, column: Any) -> Sequence[int]:
+        size, first = column.type.list_size, column.offset
+        if not size:
+            return [0] * (len(column) + 1)
+        return range(first * size, (first + len(column) + 1) * size, size)
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         size, values = column.type.list_size, column.values
@@ -125,6 +188,7 @@ class Sets(PythonType, name="set", over=Lists):
 
     takes = (set, frozenset)
     is_leaf = False
+    nests = True
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
@@ -135,24 +199,83 @@ class Sets(PythonType, name="set", over=Lists):
 
 
 class Maps(PythonType, name="dict", over=Lists):
-    """Dicts of any keys, as lists of the structs ``key`` and ``value``; other dicts are `Records`."""
+    """Dicts of any keys, as lists of the structs ``key`` and ``value``; other dicts are `Records`.
+
+    Where a dict is long, structs have an index as well: for the keys of each dict the hashes in ascending
+    order, ``hash``, and the places in the dict that these are of, ``place``.
+    """
+
+    is_leaf = False
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
         lengths, keys = _items_of(values, encoder, depth)
         items = encoder.encode([item for value in values for item in value.values()], depth + 1)
-        return cls.around(
-            lists_to_arrow(lengths, pa.StructArray.from_arrays([keys, items], ["key", "value"]))
-        )
+        fields = {"key": keys, "value": items}
+        if lengths.max() > _MOST_SCANNED:
+            fields |= _index_of(list(chain.from_iterable(values)), lengths)
+        pairs = pa.StructArray.from_arrays(list(fields.values()), list(fields))
+        return cls.around(lists_to_arrow(lengths, pairs))
+
+    def check(self, column: Any) -> None:
+        super().check(column)
+        pairs = column.type.storage_type.value_type
+        fields = [(one.name, one.type) for one in pairs] if arrow.is_struct(pairs) else []
+        if [name for name, _ in fields[:2]] != ["key", "value"] or fields[2:] not in ([], _INDEX):
+            raise ValueError(f"dicts over {self.storage_type} mean nothing")
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         ends, pairs = ends_of(column.storage), column.storage.values
-        if not arrow.is_struct(pairs.type) or pairs.type.num_fields != 2:
-            raise ValueError(f"dicts over {self.storage_type} mean nothing")
         key, value = (reader_of(pairs.field(number), origin) for number in (0, 1))
 
-        def read(i: int) -> dict[Any, Any]:
+        def build(i: int) -> dict[Any, Any]:
             part = range(ends[i], ends[i + 1])
             return dict(zip(map(key, part), map(value, part), strict=True))
 
-        return read
+        views, items = origin.views, self._weight_of_pairs(pairs)
+        if views is None or weight_of_containers(ends, items).most <= views.heaviest_dict:
+            return build
+        return built_or_view(build, views.of_dicts(pairs, origin), ends, items, views.heaviest_dict)
+
+    def weight(self, column: Any) -> Weight:
+        column = column.storage
+        return weight_of_containers(ends_of(column), self._weight_of_pairs(column.values))
+
+    @staticmethod
+    def _weight_of_pairs(pairs: Any) -> Weight:
+        key, value = (weight_of(pairs.field(number)) for number in (0, 1))
+        return Weight(
+            key.least + value.least,
+            key.most + value.most,
+            lambda begin, end: key.of(begin, end) + value.of(begin, end),
+        )
+
+    def unite(self, parts: list[Any], united: United) -> list[Any]:
+        if len({part.storage.values.type.num_fields for part in parts}) > 1:
+            parts = list(map(_with_index, parts))
+        return super().unite(parts, united)
+
+
+def _with_index(column: Any) -> Any:
+    """A column of dicts with an index of their keys."""
+    lists, pairs = column.storage, column.storage.values
+    if pairs.type.num_fields > 2:
+        return column
+    ends: Array = np.asarray(ends_of(lists))
+    keys = list(map(reader_of(pairs.field(0), Origin()), range(ends[0], ends[-1])))
+    begins = np.concatenate([[0], ends, [len(pairs)]])  # of all pairs, also those before and behind
+    rest = [None] * int(ends[0]), [None] * (len(pairs) - int(ends[-1]))
+    fields = {"key": pairs.field(0), "value": pairs.field(1)}
+    fields |= _index_of([*rest[0], *keys, *rest[1]], np.diff(begins))
+    whole = pa.StructArray.from_arrays(list(fields.values()), list(fields))
+    return column.type.rewrap(list_over(whole, lists, None, is_large=arrow.is_large_list(lists.type)))
+
+
+def _index_of(keys: list[Any], lengths: Array) -> dict[str, Any]:
+    """The index of the keys of dicts with so many each."""
+    hashes = hashes_of(keys).astype(np.uint32)  # those of keys without a hash lie anywhere
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    order = np.lexsort((hashes, owners))
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    columns = {"hash": hashes[order], "place": (order - begins).astype(np.uint32)}
+    return {name: numbers_to_arrow(column) for name, column in columns.items()}

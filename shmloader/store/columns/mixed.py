@@ -11,16 +11,20 @@ import pyarrow as pa
 
 from shmloader.store.columns.buffers import numbers_of, numbers_to_arrow
 from shmloader.store.columns.kind import (
+    MOST_BUILT,
     Kind,
     Origin,
     PythonType,
     Reader,
+    Weight,
     children_of,
     dictionary_inside,
     form_of_type,
+    items_of,
     kind_of,
     reader_of,
     type_name,
+    weight_of,
 )
 from shmloader.store.columns.values import Ints, Octets, Pickles, Texts
 
@@ -63,6 +67,26 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
         # field() of a slice is the whole child: places count from its begin.
         readers = [reader_of(column.field(number), origin) for number in range(column.type.num_fields)]
         return lambda i: readers[tags[i]](places[i])
+
+    def weight(self, column: Any) -> Weight:
+        if not self._is_ours(column.type):
+            return super().weight(column)
+        parts = [weight_of(column.field(number)) for number in range(column.type.num_fields)]
+        least = min(part.least for part in parts)
+        tags = numbers_of(column, 1, "b", len(column))
+        places = numbers_of(column, 2, "i", len(column))
+
+        def of(begin: int, end: int) -> int:
+            if least * (end - begin) > MOST_BUILT:
+                return least * (end - begin)
+            some, found = tags[begin:end].tobytes(), 0
+            for tag, part in enumerate(parts):  # the places of a kind ascend, one by one
+                first = some.find(tag)
+                if first >= 0:
+                    found += part.of(places[begin + first], places[begin + some.rfind(tag)] + 1)
+            return found
+
+        return Weight(least, max(part.most for part in parts), of)
 
     def describe(self, kind: Any) -> str:
         return " or ".join(map(type_name, children_of(kind)))
@@ -112,6 +136,20 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
             return lambda i: made[place(i)]
         return lambda i: read(place(i))
 
+    def weight(self, column: Any) -> Weight:
+        words = weight_of(column.dictionary)
+        if words.most <= 128:
+            return Weight(1, words.most, lambda begin, end: words.most * (end - begin))
+        place_of = reader_of(column.indices, Origin())
+
+        def of(begin: int, end: int) -> int:
+            if words.least * (end - begin) > MOST_BUILT:
+                return words.least * (end - begin)
+            places = [place for place in map(place_of, range(begin, end)) if place is not None]
+            return sum(words.of(place, place + 1) for place in places)
+
+        return Weight(1, words.most, of)
+
     def form(self, kind: Any) -> Hashable:
         return form_of_type(kind.value_type)
 
@@ -122,10 +160,13 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
 class Links(PythonType, name="link", over=Ints):
     """Row numbers in the column ``link`` of the same memory. In no file."""
 
+    is_leaf = False
+
     @classmethod
     def write_rows(cls, link: int, rows: Any) -> Any:
         """The column of these rows of a container that was written before."""
         return cls.around(numbers_to_arrow(np.array(rows, np.uint32)), link=link)
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return origin.links[self.parameters["link"]]
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        rows, read = items_of(column.storage, nulls=False), origin.links[self.parameters["link"]]
+        return lambda i: read(rows[i])

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
-from itertools import chain, cycle, pairwise
+from itertools import chain, cycle, islice, pairwise
 from operator import is_
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from shmloader.store.columns.buffers import mask_of, numbers_to_arrow
 from shmloader.store.columns.classes import (
     is_plain_dataclass,
     is_plain_namedtuple,
-    made_namedtuple,
     maker_of,
     state_of,
 )
@@ -35,15 +33,19 @@ from shmloader.store.columns.kind import (
     Reader,
     UnfitError,
     United,
+    Weight,
     items_of,
     reader_of,
     storage_of,
     type_name,
+    weight_of,
 )
 from shmloader.store.columns.lists import Lists, Maps, any_lists
 from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
 
 _MOST_FIELDS = 4096
+_MOST_NAMES, _MOST_NAMES_OF_CONTAINERS = 1024, 64  # of dicts inside of rows
+_SAMPLED = 16
 _LEAST_FILLED = 0.125  # of optional fields: if fewer are there, each dict keeps its own keys
 _MOST_TUPLE = 64
 _MOST_FORMS = 64  # of dicts with optional keys whose reader is kept, in each chunk
@@ -157,6 +159,8 @@ class Records(Kind, arrow=[pa.struct([])]):
             if not set(map(type, chain.from_iterable(forms))) <= {str}:  # others may refuse to be compared
                 return Maps.write(values, encoder, depth)
             names = merged_order(dict.fromkeys(forms))
+        if _are_data(values, len(names), depth, is_alike=forms is None):
+            return Maps.write(values, encoder, depth)
         is_sparse = forms and sum(map(len, forms)) < _LEAST_FILLED * len(values) * len(names)
         if not _are_fields(names) or is_sparse:
             return Maps.write(values, encoder, depth)
@@ -222,6 +226,15 @@ class Records(Kind, arrow=[pa.struct([])]):
             pa.StructArray.from_arrays(list(some), list(names), mask=mask_of(part))
             for part, *some in zip(parts, *columns, strict=True)
         ]
+
+    def weight(self, column: Any) -> Weight:
+        fields = [weight_of(column.field(name)) for name in types_of_fields(column.type)]
+        of = [weight.of for weight in fields]
+        return Weight(
+            128,
+            128 + sum(weight.most for weight in fields),
+            lambda begin, end: 128 * (end - begin) + sum(weigh(begin, end) for weigh in of),
+        )
 
     def describe(self, kind: Any) -> str:
         return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"
@@ -299,6 +312,18 @@ def _are_fields(names: Sequence[Any]) -> bool:
     return is_short and Keys.NAME not in names and all(map(is_unicode, names))
 
 
+def _are_data(values: list[dict[Any, Any]], names: int, depth: int, *, is_alike: bool) -> bool:
+    """Whether the keys of dicts are no fields: those of a trie's nodes, and many that lead to containers.
+
+    Fields of rows that are lists stay fields, however many.
+    """
+    some = [type(one) for value in values[:_SAMPLED] for one in islice(value.values(), _SAMPLED)]
+    containers = sum(kind is dict or (kind in (list, tuple) and depth > 0) for kind in some)
+    is_trie = depth > 0 and not is_alike and 2 * some.count(dict) > len(some)
+    is_wide = names > _MOST_NAMES_OF_CONTAINERS and 2 * containers > len(some)
+    return is_trie or is_wide or (depth > 0 and names > _MOST_NAMES)
+
+
 def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> bool:
     """Whether all dicts have these very objects as keys, in this order: mostly so, and quick to see."""
     if set(map(len, values)) != {len(keys)}:
@@ -363,16 +388,9 @@ class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_na
         storage = struct_of_items(values, fields, encoder, depth)
         return cls.around(storage, python=encoder.name_of(type(values[0])))
 
-    def _fields(self) -> list[str]:
-        return [field.name for field in self.storage_type]
-
     def is_for(self, found: Any) -> bool:
         """Whether a class that was found is the named tuple that the values were of."""
-        return is_plain_namedtuple(found) and list(found._fields) == self._fields()
-
-    def made_up(self, name: str) -> Any:
-        """A named tuple in place of a class that is not loaded."""
-        return made_namedtuple(name, tuple(self._fields()))
+        return is_plain_namedtuple(found) and list(found._fields) == [one.name for one in self.storage_type]
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         return _tuple_reader(column.storage, origin, origin.finder.find(self))
@@ -401,10 +419,6 @@ class Dataclasses(PythonType, name="dataclass", over=Records, where=is_plain_dat
     def is_for(self, found: Any) -> bool:
         """Whether a class that was found is a dataclass."""
         return "__dataclass_fields__" in vars(found)
-
-    def made_up(self, name: str) -> Any:
-        """The class in place of one that is not loaded."""
-        return SimpleNamespace
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
         return maker_of(origin.finder.find(self), types_of_fields(self.storage_type))

@@ -22,7 +22,6 @@ from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns import buffers
-from shmloader.store.columns.classes import made_enum
 from shmloader.store.columns.kind import (
     Block,
     Kind,
@@ -48,6 +47,7 @@ KIND_OF_SCALAR: dict[type, ArrayKind] = {
 class Nulls(Kind, arrow=[pa.null()]):
     """None alone; beside other values it is Arrow's null."""
 
+    is_number = True
     takes = (NoneType,)
     nullable = False
 
@@ -74,6 +74,8 @@ class _Castable(Kind):
 
 class _Numbers(_Castable):
     """Numbers, whose memory a memoryview reads."""
+
+    is_number = True
 
     def items(self, column: Any) -> memoryview[Any]:
         return buffers.numbers_of(column, 1, _CODES[column.type], len(column))
@@ -127,6 +129,7 @@ class Floats(_Numbers, arrow=[pa.float32(), pa.float64()]):
 class Bools(Kind, arrow=[pa.bool_()]):
     """Truth values, a bit each."""
 
+    is_number = True
     takes = (bool,)
 
     @classmethod
@@ -296,10 +299,6 @@ class Enums(PythonType, name="enum", over=Ints, where=lambda kind: issubclass(ki
     def is_for(self, found: Any) -> bool:
         """Whether a class is still the one of the name."""
         return issubclass(found, enum.Enum) and set(self.parameters["members"]) <= found.__members__.keys()
-
-    def made_up(self, name: str) -> Any:
-        """A class in its place."""
-        return made_enum(name, tuple(self.parameters["members"]))
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
         found = origin.finder.find(self)
