@@ -174,9 +174,7 @@ def test_a_class_that_fits_one_column_is_not_taken_for_others(tmp_path: Path) ->
         "age": 1,
     }
     for column, name in (("point", "Point"), ("del", "TupleWithDel")):
-        with pytest.raises(
-            ValueError, match=f"of the class .{name}. of the module .* another"
-        ):
+        with pytest.raises(ValueError, match=f"of the class .{name}. of the module .* another"):
             shmloader.open(tmp_path / "file.arrow", columns=[column])
     with pytest.raises(ValueError, match=r"values with x become no instances of store_samples\.Person"):
         shmloader.open(tmp_path / "file.arrow", columns=["good", "bad"])[0]
