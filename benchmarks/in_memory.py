@@ -2,8 +2,10 @@
 
 ``python -m benchmarks.in_memory`` makes epochs of a table of floats and labels, in batches of 256, with
 torch's loader, with this one, and by slicing the table: copies of ``x[a:b]`` and ``y[a:b]``, or ``x[rows]``
-in the shuffled epochs. A batch has memory of its own, so views (``x[a:b]`` alone) are only printed beside.
-All take turns; a figure is the median of the turns, in microseconds a batch.
+in the shuffled epochs and of a subset in disorder. A batch has memory of its own, so views (``x[a:b]``
+alone) are only printed beside.
+All take turns; a figure is the median of the turns, in microseconds a batch, of processor time, so that what
+else the machine does counts less. torch's operations have one thread.
 """
 
 from __future__ import annotations
@@ -25,12 +27,16 @@ BATCH_SIZE = 256
 Epoch = Callable[[], Iterable[Any]]
 
 
+IN_DISORDER = "Subset, in disorder"
+
+
 def make_datasets(x: Any, y: Any) -> dict[str, Any]:
     """Makes the same samples as datasets of torch's classes."""
     whole, half = TensorDataset(x, y), len(x) // 2
     return {
         "TensorDataset": whole,
-        "Subset": Subset(whole, torch.randperm(len(x)).tolist()),
+        "Subset": Subset(whole, list(range(len(x)))),
+        IN_DISORDER: Subset(whole, torch.randperm(len(x)).tolist()),
         "StackDataset": StackDataset(x, y),
         "ConcatDataset": ConcatDataset(
             [TensorDataset(x[:half], y[:half]), TensorDataset(x[half:], y[half:])]
@@ -38,12 +44,18 @@ def make_datasets(x: Any, y: Any) -> dict[str, Any]:
     }
 
 
-def contestants(dataset: Any, x: torch.Tensor, y: torch.Tensor, *, shuffle: bool) -> dict[str, Epoch]:
+def contestants(
+    dataset: Any, x: torch.Tensor, y: torch.Tensor, *, shuffle: bool, in_disorder: bool
+) -> dict[str, Epoch]:
     """The ways to make an epoch, by name."""
+    order = torch.tensor(dataset.indices) if in_disorder else None
 
     def slices() -> Iterable[Any]:
-        if shuffle:
-            return ((x[rows], y[rows]) for rows in torch.randperm(len(x)).split(BATCH_SIZE))
+        if shuffle or order is not None:
+            rows = torch.randperm(len(x)) if order is None else order
+            if shuffle and order is not None:
+                rows = order[torch.randperm(len(x))]
+            return ((x[some], y[some]) for some in rows.split(BATCH_SIZE))
         places = range(0, len(x), BATCH_SIZE)
         return ((x[a : a + BATCH_SIZE].clone(), y[a : a + BATCH_SIZE].clone()) for a in places)
 
@@ -56,9 +68,9 @@ def measure(ways: dict[str, Epoch], turns: int) -> dict[str, float]:
     took: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns):
         for name, epoch in ways.items():
-            begin_s = time.perf_counter()
+            begin_s = time.process_time()
             batches = sum(1 for _ in epoch())
-            took[name].append((time.perf_counter() - begin_s) / batches * 1e6)
+            took[name].append((time.process_time() - begin_s) / batches * 1e6)
     return {name: median(figures) for name, figures in took.items()}
 
 
@@ -71,11 +83,13 @@ def main() -> None:
     add("--rows", type=whole_number(2), default=65_536, help="rows of the table (%(default)s)")
     add("--floats", type=whole_number(1), default=64, help="floats in a row (%(default)s)")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     x, y = torch.rand(arguments.rows, arguments.floats), torch.arange(arguments.rows)
     table = [["dataset", "order", "torch us", "shmloader us", "slicing us", "of slicing"]]
     for name, dataset in make_datasets(x, y).items():
         for shuffle in (False, True):
-            found = measure(contestants(dataset, x, y, shuffle=shuffle), arguments.turns)
+            ways = contestants(dataset, x, y, shuffle=shuffle, in_disorder=name == IN_DISORDER)
+            found = measure(ways, arguments.turns)
             figures = [f"{found[way]:,.1f}" for way in ("torch", "shmloader", "slicing")]
             ratio = found["shmloader"] / found["slicing"]
             table.append([name, "shuffled" if shuffle else "plain", *figures, f"{ratio:.2f}"])

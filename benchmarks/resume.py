@@ -37,6 +37,7 @@ from benchmarks.machine import describe
 from benchmarks.options import NOT_WRITTEN, whole_number
 from benchmarks.result_files import result_file, write_json
 from benchmarks.tables import render_table
+from shmloader.resume.compatibility import signed
 
 BATCH_SIZE = 4
 WORKERS = 2
@@ -164,7 +165,7 @@ def measure_resume(make: Callable[..., Any], batches: int, costs: Costs) -> None
 def at_batch(state: dict[str, Any], batches: int) -> dict[str, Any]:
     """The state after so many batches of a loader without workers, not loading them: both loaders count."""
     if "batches" in state:
-        return state | {"batches": batches}
+        return signed(state | {"batches": batches})
     sampler = state["_sampler_iter_state"]
     state["_sampler_iter_yielded"] = state["_num_yielded"] = batches
     sampler["samples_yielded"] = sampler["sampler_iter_state"]["yielded"] = batches * BATCH_SIZE

@@ -11,6 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch.utils.data
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from shmloader.distributed import rank_and_ranks
 from shmloader.errors import warn_once
 from shmloader.torch_fallback import options_asked_for
 
@@ -45,31 +49,40 @@ def replace_in_records(loader: Any, original: object, shared: object) -> None:
     Lightning builds the loader anew from them. The original would be shared a second time, and stay alive.
     """
     for name, record in list(vars(loader).items()):
-        if name.startswith("__pl_saved_") and isinstance(record, tuple):
-            vars(loader)[name] = tuple(shared if value is original else value for value in record)
-        elif name.startswith("__pl_saved_") and isinstance(record, dict):
-            vars(loader)[name] = {
-                key: shared if value is original else value for key, value in record.items()
-            }
+        if name.startswith("__pl_saved_") and isinstance(record, tuple | dict):
+            keyed = record if isinstance(record, dict) else dict(enumerate(record))
+            replaced = {key: shared if value is original else value for key, value in keyed.items()}
+            vars(loader)[name] = replaced if isinstance(record, dict) else tuple(replaced.values())
 
 
 class PreparedFlag:
-    """The attribute that tells accelerate whether to replace the loader by one of its own.
+    """The attribute that tells accelerate that a loader is not prepared; ``notify`` hears that it is read.
 
     An attribute that accelerate or the program sets on the loader takes precedence.
-
-    Args:
-        notify: Called with the loader when the attribute is read.
     """
 
     def __init__(self, notify: Callable[[Any], None]) -> None:
         self._notify = notify
 
     def __get__(self, loader: Any, owner: type | None = None) -> bool:
-        """Tell accelerate that the loader is not prepared yet."""
+        """False: an attribute of the loader itself is found first."""
         if loader is not None:
             self._notify(loader)
         return False
+
+
+def warn_of_ray(loader: Any) -> None:
+    """Warn once, in a worker of Ray Train, that Ray replaces a loader by one of torch's class."""
+    if "ray.train.torch" not in sys.modules or hasattr(torch.utils.data.DataLoader, "statistics"):
+        return  # the latter only after install()
+    if isinstance(loader.sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset):
+        return
+    if rank_and_ranks()[1] > 1:
+        warn_once(
+            "ray.train.torch.prepare_data_loader() builds a loader of torch's class in the place of this "
+            "shmloader.DataLoader, without its options, and reads one batch ahead of its state. Call "
+            "shmloader.install() first, or pass it a ShardedSampler, and Ray move_to_device=False."
+        )
 
 
 def warn_of_torchs_class(loader: Any) -> None:

@@ -1,7 +1,4 @@
-"""One pass over a loader without workers: torch's single-process loading, with our fetcher.
-
-If a sample raises, the fetcher continues if ``on_error`` says so. Otherwise a note names the sample.
-"""
+"""One pass over a loader without workers: torch's single-process loading, with our fetcher."""
 
 from __future__ import annotations
 
@@ -13,22 +10,20 @@ from torch.utils.data import DataLoader
 
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts, warn_of_bad_samples
-from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.array_samplers import index_arrays, index_runs
+from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.indices.samplers import generator_states, states_if_drawn
 from shmloader.resume import Pass
 from shmloader.statistics import Counters
+from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.fetcher import FetchRules
+from shmloader.worker.fetcher import FetchRules, Probe
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 
 class InProcessIterator(torch_private.SingleProcessIterator):
-    """Iterates over a loader with ``num_workers=0``, in the main process.
-
-    Raises:
-        AssertionError: If the loader has a timeout, as torch has it.
-    """
+    """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
@@ -57,6 +52,12 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._dataset = torch_private.seed_datapipe(self._dataset, shared_seed)
         self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
+        self._recorder = recorder = counters.recorder
+        self._probe: Probe | None = None
+        if recorder is not None:
+            recorder.begin_epoch(0)
+            self._probe = recorder.make_probe()
+            rules = rules._replace(probe=self._probe)
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))
@@ -64,8 +65,11 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._dataset_fetcher = make_fetcher(dataset, rules)
-        sampler_iter = index_arrays(self._index_sampler) or self._sampler_iter
+        sampler = self._index_sampler
+        sampler_iter = index_runs(sampler) or index_arrays(sampler) or self._sampler_iter
         self._sampler_iter, self._progress = one_pass.begin(sampler_iter, drawn, seeds)
+        if recorder is not None:
+            self._sampler_iter = recorder.time_sampler(self._sampler_iter)
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
 
@@ -89,28 +93,32 @@ class InProcessIterator(torch_private.SingleProcessIterator):
     @torch_private.never_compiled
     def _next_data(self) -> Any:
         began_ns = time.perf_counter_ns()
+        if self._recorder is not None:
+            self._recorder.begin_next(0)
         captured = (self._pins or self._device is not None) and self._is_captured()
         while True:
             try:
                 index_batch = self._next_index()
-                batch = self._fetch(index_batch)
+                batch = self._measured(index_batch) if self._recorder else self._fetch(index_batch)
             except StopIteration:
                 if self._stream is not None:
                     self._stream.end_epoch(self._progress)
                 self._progress.end()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
-            self._note_taken()
+            self._note_taken(returned=batch is not LEFT_OUT)
             if batch is not LEFT_OUT:
                 break
         if self._pins and not captured:
-            self._counters.pin_copies += 1
+            self._counters.add(pin_copies=1)
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
         if self._device is not None:
             from shmloader.device import to_device
 
             batch = to_device(batch, self._device)
         self._counters.note_made(began_ns)
+        if self._recorder is not None:
+            self._recorder.end_next(0, 0)
         return batch
 
     def _is_captured(self) -> bool:
@@ -121,6 +129,17 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if captured and self._device is not None:
             raise capture_error(self._device)
         return captured
+
+    def _measured(self, index_batch: Any) -> Any:
+        """As `_fetch`, while the loader is profiled."""
+        recorder, probe = self._recorder, self._probe
+        assert recorder is not None
+        assert probe is not None
+        probe.begin(time.perf_counter_ns(), 0)
+        batch = self._fetch(index_batch)
+        times = unpack_answer(probe.end(self._position, 0, 0, 0))
+        recorder.note_times(0, times, pack_index_batch(index_batch))
+        return batch
 
     def _fetch(self, index_batch: Any) -> Any:
         """A batch, or ``LEFT_OUT``."""
@@ -136,8 +155,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         except BaseException as error:
             self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
-                self._note_taken()
-            self._counters.failures += 1
+                self._note_taken(returned=False)
+            self._counters.add(failures=1)
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
             raise
@@ -146,10 +165,12 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         self._report = batch.stream
         return self._counters.of(ReportCounts).take(batch, self._counters.batches)
 
-    def _note_taken(self) -> None:
+    def _note_taken(self, *, returned: bool) -> None:
         if self._stream is not None:
-            self._stream.take(self._progress, 0, self._report)
+            self._stream.take(self._progress, 0, self._report, returned=returned)
+        elif self._progress.done == self._position:
+            self._progress.take(self._position, returned=returned)
         else:  # with this one, those before it whose calls were interrupted
             for position in range(self._progress.taken, self._position + 1):
                 if position not in self._behind:
-                    self._progress.take(position)
+                    self._progress.take(position, returned=returned and position == self._position)

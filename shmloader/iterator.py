@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,7 +33,7 @@ from shmloader.resume import Pass, States
 from shmloader.settings import Settings
 from shmloader.slots import Place, PlaceTable
 from shmloader.slots.place import MAKING
-from shmloader.statistics import Counters
+from shmloader.statistics import Counters, Recorder
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
@@ -54,11 +54,8 @@ _END_S = 5.0  # longer than the interpreter takes to end
 class SlotIterator(torch_private.OwnOrder):
     """Iterates over a loader whose workers collate into slots.
 
-    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed. It
-    starts no other thread. Several threads may call ``next()``: each batch comes to one of them.
-
-    Attributes:
-        table: The places, for statistics.
+    Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed.
+    Several threads may call ``next()``: each batch comes to one of them. `table` has the places.
     """
 
     def __init__(
@@ -80,6 +77,7 @@ class SlotIterator(torch_private.OwnOrder):
         self._counters = counters
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
+        self._recorder: Recorder | None = None  # of this epoch, if it is profiled
         self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
         self._states = states
         self._base_seed, epoch = one_pass.seeds(int(self._base_seed))
@@ -124,6 +122,7 @@ class SlotIterator(torch_private.OwnOrder):
             init_fn=init_fn,
             seeds_samples=settings.seeds_samples,
             places=settings.place_results,
+            make_probe=_make_probe(self._counters.recorder),
         )
         return start_workers(settings, make_arguments)
 
@@ -148,7 +147,7 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             lifecycle.enter()
             self._check_open()
-            self._counters.begin_epoch(starts=not further)
+            self._counters.begin_epoch(len(self._all_workers.workers), starts=not further)
             self._begin_epoch(one_pass, further=further)
             lifecycle.leave()
             lifecycle.phase = IDLE
@@ -158,7 +157,11 @@ class SlotIterator(torch_private.OwnOrder):
 
     def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
         scheduler = self._scheduler
-        early = scheduler.take_early(discard=bool(self._calls)) if further else None
+        before, self._recorder = self._recorder, self._counters.recorder
+        if self._recorder is not None:
+            self._recorder.begin_epoch(len(self._all_workers.workers))
+        discard = bool(self._calls) or before is not self._recorder  # workers have to be told
+        early = scheduler.take_early(discard=discard) if further else None
         batches = self._begin_order(one_pass, early, further=further)
         if early is not None:
             scheduler.go_on(batches)
@@ -168,7 +171,9 @@ class SlotIterator(torch_private.OwnOrder):
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
-            settings = pickle.dumps(EpochSettings(self._shared_seed, self._calls), 5)
+            settings = pickle.dumps(
+                EpochSettings(self._shared_seed, self._calls, _make_probe(self._recorder)), 5
+            )
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._exchange.begin_epoch(settings)
         first_worker = 0 if self._stream is None else self._stream.first_worker
@@ -193,7 +198,7 @@ class SlotIterator(torch_private.OwnOrder):
         self._stream = one_pass.stream
         if self._stream is not None:
             self._stream.share_seed(self._shared_seed)
-        return batches
+        return batches if self._recorder is None else self._recorder.time_sampler(batches)
 
     def set_epoch(self, epoch: int, states: GlobalStates) -> None:
         """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
@@ -243,7 +248,9 @@ class SlotIterator(torch_private.OwnOrder):
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
-        delivery, table = self._delivery, self.table
+        delivery, table, recorder = self._delivery, self.table, self._recorder
+        if recorder is not None:
+            recorder.begin_next(self._counters.wait_for_workers_ns)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         if table.warning:
@@ -263,7 +270,9 @@ class SlotIterator(torch_private.OwnOrder):
             if batch is not LEFT_OUT:
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
-                self._counters.last_next_ns = time.perf_counter_ns()
+                self._counters.note_return()
+                if recorder is not None:
+                    recorder.end_next(self._counters.wait_for_workers_ns, table.kept)
                 return batch
             self._progress.keep()
         raise self._end_epoch()
@@ -275,7 +284,7 @@ class SlotIterator(torch_private.OwnOrder):
             processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
             if self._copies is not None:
                 self._copies.measure(processes, batch_nbytes)
-            self._note_end()
+            self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
             if self._copies is not None:
@@ -298,9 +307,6 @@ class SlotIterator(torch_private.OwnOrder):
         while exchange.ended_streams:
             scheduler.drop_out(exchange.ended_streams.pop())
 
-    def _note_end(self) -> None:
-        self._progress.end(self._scheduler.states_before_early)
-
     def _return(self, place: Place) -> Any:
         """The batch of a place where it has arrived, or ``LEFT_OUT``; raises the exception in its place."""
         # From `take` on, the place may be another task's.
@@ -314,7 +320,7 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             self._scheduler.send_more()
         except Exception:  # the sampler's own is in the batch's place, as in torch
-            self._take(position, worker_id, report)
+            self._pass_over(position, worker_id, report)
             raise
         try:
             if delivery is not None:
@@ -325,32 +331,31 @@ class SlotIterator(torch_private.OwnOrder):
                 told, report = batch, batch.stream
                 batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
                 if told.error:
-                    self._counters.failures += 1
+                    self._counters.add(failures=1)
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
-                    self._take(position, worker_id, report)
+                    self._pass_over(position, worker_id, report)
                     return batch
             if delivery is not None and finish_copy is None:
                 batch = delivery.deliver(batch, place)
         except Exception as error:
-            self._take(position, worker_id, report)  # the next call continues after it
+            self._pass_over(position, worker_id, report)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
-                self._note_end()
+                self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
-        self._counters.batches += 1
         if self._stream is None:
             self._progress.take(position)
         else:
-            self._take(position, worker_id, report)
+            self._stream.take(self._progress, worker_id, report, returned=True)
         return batch
 
-    def _take(self, position: int, worker_id: int, report: StreamReport | None) -> None:
-        """Note that the program has a batch, or the exception in its place."""
+    def _pass_over(self, position: int, worker_id: int, report: StreamReport | None) -> None:
+        """Note that a batch is left out, or that the program has the exception in its place."""
         if self._stream is None:
-            self._progress.take(position)
+            self._progress.take(position, returned=False)
         else:
-            self._stream.take(self._progress, worker_id, report)
+            self._stream.take(self._progress, worker_id, report, returned=False)
 
     def _warn(self) -> None:
         """Give the table's warning; no batch is lost if the program's filters make it an error."""
@@ -380,6 +385,11 @@ class SlotIterator(torch_private.OwnOrder):
         """Whether the iterator cannot be used for another epoch."""
         return not self._all_workers.workers or self._lifecycle.phase is BROKEN
 
+    @property
+    def pids(self) -> list[int | None]:
+        """The ids of its worker processes."""
+        return [process.pid for process in self._all_workers.processes]
+
     def oldest_leases(self) -> tuple[str, ...]:
         """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
         inspection = self.table.inspection
@@ -399,12 +409,17 @@ class SlotIterator(torch_private.OwnOrder):
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
-        self._all_workers.closed_because = self._all_workers.closed_because or because
+        self._all_workers.close_for(because)
         if self._all_workers.workers:
             self._all_workers.interrupt()
             self._lifecycle.await_others()
         self._shutdown_workers()
         self._scheduler.discard_early()
+
+
+def _make_probe(recorder: Recorder | None) -> Callable[[], Any] | None:
+    """The function that makes workers' probes, for a recorder."""
+    return None if recorder is None else recorder.make_probe
 
 
 def _is_cut_off() -> bool:

@@ -10,7 +10,13 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, Sampler
 
-from shmloader.framework_rebuilds import PreparedFlag, list_options, replace_in_records, warn_of_torchs_class
+from shmloader.framework_rebuilds import (
+    PreparedFlag,
+    list_options,
+    replace_in_records,
+    warn_of_ray,
+    warn_of_torchs_class,
+)
 from shmloader.loading import loading_of
 from shmloader.memory import why_unavailable
 from shmloader.settings import (
@@ -30,9 +36,12 @@ from shmloader.statistics import LoaderStatistics
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import never_compiled
 
+_T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 if TYPE_CHECKING:
+    from shmloader.profiling import Profile, ProfileReport
+
     _Base = torch.utils.data.DataLoader
 else:
 
@@ -41,6 +50,10 @@ else:
 
         def __class_getitem__(cls, _: object) -> type:
             return torch.utils.data.DataLoader
+
+
+_TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
+"""The arguments of torch's class."""
 
 
 class DataLoader(_Base[_T_co], Generic[_T_co]):
@@ -58,65 +71,48 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     memory back.
 
     Args:
-        dataset: Map-style or iterable-style dataset.
-        batch_size: Samples per batch, or None to load samples one by one.
-        shuffle: Whether to reshuffle at every epoch.
-        sampler: Draws indices; may be infinite.
-        batch_sampler: Draws lists of indices.
         num_workers: Worker processes; 0 loads in the main process. ``"auto"`` begins with one and adds
-            workers while the program waits for busy ones, at most one for each usable core; after 200
-            batches no more are added. The attribute is the number now; ``statistics().autotune`` says why. It
-            implies ``dispatch="dynamic"``, so that the batches do not depend on the choice. For map-style
-            datasets. See docs/autotune.md.
+            workers while the program waits for busy ones, at most one for each usable core, in the first 200
+            batches. The attribute is the number now; ``statistics().autotune`` says why. It implies
+            ``dispatch="dynamic"``. For map-style datasets. See docs/autotune.md.
         collate_fn: Joins samples to a batch, in the worker. Results that torch or ``shmloader.empty`` makes
             are made in the slot (``place_results``); others are copied there once.
         pin_memory: Return tensors in page-locked memory, if there is an accelerator. With CUDA the slots
             themselves are page-locked, and none is written again before the device has done what was queued
             when the program dropped its batch. See docs/gpu.md.
-        drop_last: Leave out the last, incomplete batch.
         timeout: Most seconds to wait for any worker to finish a batch; 0 waits as long as workers live.
             Choose it larger than the time of the slowest batch.
-        worker_init_fn: Called in each worker with its id, after seeding.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context object; None for
             the platform's default.
-        generator: Source of shuffling and of the workers' base seed.
         prefetch_factor: Batches made in advance per worker; 2 if None and there are workers. ``"auto"``
             begins with 2 and takes more, up to 16, if the program waits although the workers have time.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory_device: Deprecated in torch; kept for its signature.
-        in_order: Return batches in the sampler's order; else as they arrive.
-        memory_budget_nbytes: Most bytes that the slots of one iterator may take together: at least a page,
-            4,096 bytes on most machines, for each of ``prefetch_factor * num_workers + 2`` slots (less counts
-            as that). If it is too small for that many batches, fewer are made in advance; batches that still
-            do not fit are copied to private memory, counted in `statistics`. One warning tells of both. None
-            takes half of what the machine and its memory cgroup have available when iteration begins, and
-            looks again when batches have grown. ``"auto"`` chooses only numbers for which
-            ``prefetch_factor * num_workers + 2`` batches fit.
+        memory_budget_nbytes: Most bytes that the slots of one iterator may take together; at least a page for
+            each of ``prefetch_factor * num_workers + 2`` slots (less counts as that). If it is too small for
+            that many batches, fewer are made in advance; batches that still do not fit are copied to private
+            memory, counted in `statistics`. One warning tells of both. None takes half of what the machine
+            and its memory cgroup have available when iteration begins, and looks again when batches have
+            grown.
         worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
             one of them is an error. The batches that a replaced worker held are made again, in the same
-            order: none is lost and none comes twice. One that has ended two workers is an error at once.
-            The new worker is seeded like the first one at its start, so a dataset that draws random numbers
-            draws other ones than in an undisturbed epoch. For map-style datasets.
+            order; one that has ended two workers is an error at once. The new worker is seeded like the first
+            one at its start, so samples' random numbers are others. For map-style datasets.
         on_error: What to do with a sample whose ``dataset[i]`` raises (for an iterable-style dataset, its
             iterator): ``"raise"`` it from ``next()``; ``"skip"`` it, so that its batch is smaller; or
             ``"replace"`` it by a copy of the next good sample of its batch, from the batch's end on by the
             first ones (of an iterable-style dataset, by the stream's next sample). A batch without a good
             sample is left out of the epoch. Bad samples are listed in `statistics` and summed up in one
-            `BadSampleWarning` for the loader, at the end of the epoch, at ``close()`` or when the next one
-            begins. Never skipped: ``SystemExit``, ``KeyboardInterrupt``, out-of-memory errors, errors of a
-            loader inside the dataset, and exceptions of samplers and ``collate_fn``. See docs/errors.md.
+            `BadSampleWarning` for the loader. Never skipped: ``SystemExit``, ``KeyboardInterrupt``,
+            out-of-memory errors, errors of a loader inside the dataset, and exceptions of samplers and
+            ``collate_fn``. See docs/errors.md.
         dispatch: Which worker makes which batch. ``"static"``, the default: they take turns, as torch's do.
             ``"dynamic"``: a free worker makes the next one, and while ``next()`` waits for a slow batch the
             others make further ones in advance, in up to 64 more slots within the memory budget. Batches come
-            in the same order either way. The numbers that samples draw from the global generators of torch,
-            NumPy and ``random`` then depend on the base seed, the epoch and the sample's place in it, and not
-            on which worker fetched it or how many workers there are (``seed_per_sample``). For map-style
-            datasets. See docs/dispatch.md.
+            in the same order either way. It implies ``seed_per_sample``. For map-style datasets. See
+            docs/dispatch.md.
         prefetch_epochs: With ``persistent_workers``: ask the sampler for the next epoch as soon as this
             epoch's last task is sent, and send its first tasks. The batches are the same as without it, as
-            long as nothing but the loader uses the sampler's ``generator``. If that is torch's global one,
-            for iterable-style datasets and for ``in_order=False`` it has no effect, and ``iter()`` warns. See
-            docs/dispatch.md.
+            long as nothing but the loader uses the sampler's ``generator``. Where it has no effect,
+            ``iter()`` warns. See docs/dispatch.md.
         worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global
@@ -129,19 +125,16 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         shard: ``"auto"`` divides an iterable-style dataset among all workers of all ranks, so that each item
             comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
             ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
-            and gives its share of the items, which must come in the same order in all workers. A dataset that
-            divides itself, by ``get_worker_info().num_workers``, needs no shard; with one, that is an error.
-            Ranks have equally many batches, or an error names one that has fewer. See docs/sharding.md.
+            and gives its share of the items, which must come in the same order in all workers. Ranks have
+            equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
             the number of batches that each worker makes from one call of it to the next. Samples since the
-            last call are drawn again when the loader continues from a state; with 0 there is no call, and
-            all samples of the epoch so far are. None: 1 once the program has asked for a state or loaded one;
-            until then it is called with the first batch of an epoch only.
+            last call are drawn again when the loader continues from a state; with 0 there is no call. None: 1
+            once the program has asked for a state or loaded one, until then once an epoch.
         seed_per_sample: Seed the generators of torch, NumPy and ``random`` in the worker before each sample,
             from the base seed, the epoch and the sample's place in it. Random augmentation is then the same
-            with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample,
-            and 30 µs more per batch without workers. None: with ``dispatch="dynamic"``. For map-style
-            datasets. See docs/resume.md.
+            with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample.
+            None: with ``dispatch="dynamic"``. For map-style datasets. See docs/resume.md.
         device: The accelerator that batches are returned on, ``"cuda"`` or ``"cuda:1"``, say. With CUDA and
             workers they are copied there ahead of the loop, straight out of their slots, on a stream of their
             own that the current stream waits for. What is neither a tensor nor has a method ``to`` stays as
@@ -175,9 +168,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the loader's own options if Lightning rebuilds a subclass that takes ``**kwargs``."""
         super().__init_subclass__(**kwargs)
-        torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
         ours = inspect.signature(DataLoader.__init__).parameters
-        list_options(cls, {name: option for name, option in ours.items() if name not in torchs})
+        list_options(cls, {name: option for name, option in ours.items() if name not in _TORCHS})
 
     def __init__(
         self,
@@ -219,25 +211,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         options = set_options(self, {name: given[name] for name in OWN_DEFAULTS})
         set_device(self, device)
         check_arguments(options, dataset, workers, persistent_workers, multiprocessing_context)
-        super().__init__(
-            _shared_if_asked(self, dataset),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            drop_last=drop_last,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=generator,
-            prefetch_factor=in_advance,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
+        torchs = {name: given[name] for name in _TORCHS if name in given}
+        torchs |= {"num_workers": workers, "prefetch_factor": in_advance}
+        super().__init__(**torchs | {"dataset": _shared_if_asked(self, dataset)})
+        warn_of_ray(self)
 
     @never_compiled
     def __iter__(self) -> Any:
@@ -279,11 +256,22 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         loading_of(self).set_epoch(epoch)
 
     @never_compiled
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, taken: int | None = None) -> dict[str, Any]:
         """The program's place in the epoch: after the batches that ``next()`` has returned so far.
 
         May be called at any moment, also before the first batch and between epochs, and as often as wanted:
         it takes microseconds and starts no worker. See docs/resume.md.
+
+        If something reads ahead of the program, ``next()`` has returned more batches than were used: then
+        pass what it gives through `follow`, or pass the number that was used.
+
+        Args:
+            taken: The place after so many of the batches that were returned since ``iter()`` (in a resumed
+                epoch, since that resumed), as a wrapper counts them. After an epoch's last batch it is the
+                rest of that epoch, which is empty. For orders that are a count (torch's samplers,
+                `ShardedSampler`), any number; for other samplers and streams, the last 1,024 and 0: a state
+                of their own is the one that was read when the epoch began, and a count. None: all that were
+                returned, or that came out of `follow`.
 
         Returns:
             A new flat dict of numbers, strings and None, mostly under 1 KB (see docs/resume.md), with the
@@ -291,10 +279,56 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
         Raises:
             ResumeError: If torch's own workers load, while two iterators are in use at once, for a sampler
-                or a dataset whose own state cannot be saved, and with ``in_order=False`` if
-                ``shard="auto"`` deals out samples to several workers.
+                or a dataset whose own state cannot be saved, with ``in_order=False`` if
+                ``shard="auto"`` deals out samples to several workers, and if ``taken`` is more than were
+                returned, or too far back.
         """
-        return loading_of(self).state_dict()
+        return loading_of(self).state_dict(taken)
+
+    @never_compiled
+    def follow(self, batches: Iterable[_T]) -> Iterable[_T]:
+        """Let the loader's state follow what comes out of a look-ahead, instead of what that has read.
+
+        ``for batch in loader.follow(prefetcher):``, where the prefetcher reads this loader, in this thread or
+        another one. It may read into the next epochs. It must give one item for each batch, in the order of
+        the batches. `state_dict` is then of the batch that the loop has, and after the loop of the epoch's
+        end. Break off and begin again as with the loader itself. Follow each epoch, or none.
+
+        Args:
+            batches: The look-ahead: iterable once or for each epoch.
+
+        Returns:
+            An iterable over the same items; iterable as often as ``batches`` is, and as long.
+
+        Raises:
+            ResumeError: From its ``next()``, if the items are not of this loader, which has begun no epoch.
+        """
+        return loading_of(self).follow(batches)
+
+    @never_compiled
+    def batch(self, epoch: int, number: int) -> _T_co:
+        """The batch that this rank has in a step of an epoch, made again in this process, for debugging.
+
+        Iterators, the samplers, the workers and the program's random generators stay as they are. The order
+        must follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
+        torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
+        and batch size, or of the resumed rest of the epoch in progress.
+
+        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for the
+        epoch in progress or of a state that was loaded before; with ``persistent_workers`` also for other
+        epochs. Without it, it is drawn from the program's generators as they are, which no worker had. What
+        ``worker_init_fn`` or ``get_worker_info()`` change in a dataset is not there.
+
+        Args:
+            epoch: The number that the program passes to `set_epoch`.
+            number: The step, from 0 on.
+
+        Raises:
+            ResumeError: If the order or the seeds cannot be known, with the reason.
+            IndexError: If the epoch has no such batch.
+        """
+        batch: _T_co = loading_of(self).batch(epoch, number)
+        return batch
 
     @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -316,6 +350,22 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         return loading_of(self).statistics()
+
+    def profile(
+        self, *, every_s: float = 10.0, callback: Callable[[ProfileReport], object] | None = None
+    ) -> Profile:
+        """Measure where the time goes, batch by batch, in the main process and in the workers.
+
+        ``with loader.profile() as profile:`` measures the epochs that begin in the block, and
+        ``print(profile)`` shows the table and the verdict. It costs a few microseconds per batch. See
+        docs/profile.md.
+
+        Args:
+            every_s: Seconds from one call of ``callback`` to the next.
+            callback: Called with the report so far, in ``next()``: ``report.scalars()`` are figures for a
+                tracker.
+        """
+        return loading_of(self).profile(every_s, callback)
 
 
 def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:

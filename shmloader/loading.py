@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
@@ -18,6 +18,7 @@ from shmloader.failures.bad_samples import warn_of_bad_samples
 from shmloader.in_process import InProcessIterator
 from shmloader.indices.samplers import with_inner
 from shmloader.iterator import SlotIterator
+from shmloader.memory.limits import ProcessorUse, cores, processor_use
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
@@ -28,6 +29,9 @@ from shmloader.torch_fallback import check_resumable, must_load_as_torch
 from shmloader.torch_private import drop_iterator, iterator_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
+
+if TYPE_CHECKING:
+    from shmloader.profiling import Profile
 
 _LOADED = "_shmloader_loaded_state"
 """The attribute for a loaded state, from which the loader will continue. A copy of the loader has it, too."""
@@ -42,14 +46,9 @@ class Loading:
 
     Attributes:
         loader: Returns the loader.
-        counters: Its counters.
-        iterators: Its live iterators.
+        iterators: Those that live.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
-        states: Its states.
-        owners: The datasets whose ``set_epoch()`` it calls; None before they are looked for, once for each
-            iterator.
-        advised: Whether it was looked for datasets that are not told of epochs.
     """
 
     loader: Callable[[], Any]
@@ -58,25 +57,26 @@ class Loading:
     auto: Auto | None = None
     closes: int = 0
     states: States = field(default_factory=States)
-    owners: list[Any] | None = None
-    advised: bool = False
+    owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
+    advised: bool = False  # whether it was looked for datasets that are not told of epochs
+    processor_before: ProcessorUse | None = None  # used before its first workers started
+
+    def __post_init__(self) -> None:
+        if _profile_each is not None:
+            _profile_each(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a loader that is pickled, or copied deeply, arrives without it."""
         return types.NoneType, ()
 
     def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
-        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left.
-
-        The loader forgets a persistent iterator whose workers are gone. It also forgets it if a state was
-        loaded, which has a base seed of its own.
-        """
+        """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left."""
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
             if iterator.closed:
                 iterator.close("an exception interrupted it in the middle of its work")
-            else:
+            else:  # the state has a base seed of its own
                 iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
@@ -107,6 +107,7 @@ class Loading:
         closes, loaded = self.closes, _loaded_state(loader)
         if loader.num_workers:
             loader.check_worker_number_rationality()
+            self.processor_before = self.processor_before or processor_use()
             if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
                 self.auto = auto_for(loader, self.auto)
         settings = Settings.of(loader)
@@ -184,19 +185,43 @@ class Loading:
                 UserWarning,
             )
 
-    def state_dict(self) -> State:
+    def state_dict(self, taken: int | None = None) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
         loader = self.loader()
-        if _LOADED not in vars(loader) and (counted := self.states.counted()) is not None:
+        if _LOADED not in vars(loader) and (counted := self.states.counted(taken)) is not None:
             return counted
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
-        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader))
+        return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
+
+    def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """What a look-ahead gives, followed by the loader's state; see `DataLoader.follow`."""
+        from shmloader.resume.following import Followed
+
+        return Followed(self.states, batches, self.explain_reader)
+
+    def explain_reader(self) -> None:
+        """Raise the error for a reader that has got no batch of this loader; torch's way has no states."""
+        if not self.counters.torchs_way:
+            dataset = type(self.loader().dataset).__qualname__
+            raise ResumeError(
+                f"follow() was given batches of another loader than this one of {dataset}, which has begun "
+                "no epoch. If a framework has built another loader from it, call follow() of that one."
+            )
 
     def state_after_epoch(self, epoch: int) -> State:
-        """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
+        """See `States.state_after_epoch`."""
         loader = self.loader()
         return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
+
+    def batch(self, epoch: int, number: int) -> Any:
+        """A batch by its number; see `DataLoader.batch`."""
+        from shmloader.one_batch import batch_of
+
+        loader = self.loader()
+        loaded = _loaded_state(loader)
+        seeds = self.states.seeds_of(epoch, loaded)
+        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.set_epoch, loaded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
@@ -216,8 +241,26 @@ class Loading:
             **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
+            **self._processor_figures(),
             **self.counters.figures(),
         )
+
+    def _processor_figures(self) -> dict[str, Any]:
+        """The fields of `LoaderStatistics` that tell of cores."""
+        before = self.processor_before
+        if before is None:
+            return {}
+        return {"usable_cores": cores().usable, **processor_use(self.pids()).shares_since(before)}
+
+    def pids(self) -> list[int | None]:
+        """The ids of its live iterators' worker processes."""
+        return [pid for iterator in self.live() for pid in iterator.pids]
+
+    def profile(self, every_s: float, tell: Callable[[Any], object] | None) -> Profile:
+        """A profile of the epochs that begin while it is entered."""
+        from shmloader.profiling import Profile
+
+        return Profile(self.counters, self.statistics, self.pids, every_s, tell)
 
 
 def _delivered(loader: Any, iterator: Any) -> Any:
@@ -233,7 +276,6 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
 
 def _loaded_state(loader: Any) -> State | None:
-    """The state that the next ``iter(loader)`` continues from, or None."""
     state: State | None = vars(loader).get(_LOADED)
     return state
 
@@ -263,11 +305,19 @@ def set_epoch(loader: Any, epoch: int) -> None:
     loading_of(loader).set_epoch(epoch)
 
 
+_profile_each: Callable[[Loading], None] | None = None
+
+
+def profile_each(profile: Callable[[Loading], None]) -> None:
+    """Have a function called with the `Loading` of each loader from now on, to profile it."""
+    global _profile_each  # noqa: PLW0603 - for the process
+    _profile_each = profile
+
+
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    It belongs to one object: frameworks copy ``__dict__`` from loader to loader, and a copy must not close
-    the original's iterators.
+    Frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's iterators.
     """
     try:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()

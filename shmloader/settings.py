@@ -1,13 +1,13 @@
 """A loader's arguments: `Settings`, their values as one pass begins, and the checks of the loader's own.
 
-Arguments are checked when the loader is made, and those about workers once more when it starts workers:
-frameworks set some attributes late.
+Those about workers are checked once more when it starts workers: frameworks set some attributes late.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Final, Literal, Self, get_args
@@ -34,14 +34,20 @@ _WORDS = {
     "worker_type": get_args(WorkerType),
     "shard": get_args(Shard),
 }
+_WHOLE = {
+    "memory_budget_nbytes": (1, "a whole number of bytes or None", "int(1e9)"),
+    "worker_restarts": (0, "a whole number", "3"),
+    "snapshot_every_n_steps": (0, "a whole number or None", "100"),
+}
+"""Options that are whole numbers: the least, what to pass, an example."""
 _DEVICE = "_shmloader_device"
 
 
 class AutoCount(int):
-    """A number chosen by the loader, as the value of its attribute.
+    """A number chosen by the loader, as the value of its attribute. ``int(...)`` of it is a plain number.
 
-    As an argument it means ``"auto"``, beginning with that number: if a framework builds a loader from the
-    attributes of another one, the new loader chooses for itself, too. ``int(...)`` of it is a plain number.
+    As an argument it means ``"auto"``, beginning with that number: frameworks build loaders from the
+    attributes of others.
     """
 
 
@@ -71,12 +77,6 @@ class Settings:
 
     They are read anew for each pass, as frameworks set some attributes late, and options of torch's class
     come and go with ``install()``.
-
-    Attributes:
-        num_workers: Worker processes or threads now.
-        prefetch_factor: Batches in advance per worker; 0 without workers.
-        dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
-        device: As given; `target` is the accelerator.
     """
 
     dataset: Any
@@ -85,15 +85,15 @@ class Settings:
     batch_size: Any
     drop_last: bool
     collate_fn: Any
-    num_workers: int
-    prefetch_factor: int
+    num_workers: int  # now
+    prefetch_factor: int  # now; 0 without workers
     in_order: bool
     persistent_workers: bool
     timeout: float
     worker_init_fn: Any
     multiprocessing_context: Any
     generator: torch.Generator | None
-    device: torch.device | None
+    device: torch.device | None  # as given; `target` is the accelerator
     # Options that torch's loader lacks, with the values that turn them off:
     memory_budget_nbytes: int | None = None
     worker_restarts: int = 0
@@ -144,11 +144,6 @@ class Settings:
         return bool(self.in_order) or self.num_workers < (1 if self.dispatch == DYNAMIC else 2)
 
     @property
-    def shards(self) -> bool:
-        """Whether an iterable-style dataset is divided among workers and ranks."""
-        return self.shard == AUTO
-
-    @property
     def target(self) -> torch.device | None:
         """The accelerator that batches go to; None if they stay on the CPU.
 
@@ -184,8 +179,7 @@ _TORCHS = [field.name for field in fields(Settings) if field.name not in {*OWN_D
 def set_options(loader: Any, given: dict[str, Any]) -> Any:
     """Set a loader's own options as attributes; returns them all, as they are in effect.
 
-    A subclass may have attributes of these names, of its class or set before. They stay where the argument is
-    the default or the same value, and are the options as far as they can be (`option_in_effect`).
+    A subclass's own attributes of these names stay where the argument is the default or the same value.
     """
     options = SimpleNamespace(**given)
     kinds = [kind for kind in type(loader).__mro__ if kind is not torch.utils.data.DataLoader]
@@ -208,9 +202,6 @@ def option_in_effect(name: str, value: Any) -> Any:
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
     """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own.
 
-    Subclasses and loaders of other classes (accelerate's) may have an attribute ``device`` with another
-    meaning.
-
     Raises:
         RuntimeError: If it is not a device.
     """
@@ -227,36 +218,19 @@ def check_arguments(
 
     Raises:
         TypeError: For a wrong type. Any object with an ``__index__`` is a whole number, as usual in Python.
-        ValueError: For a wrong value.
+        ValueError: For a wrong value, and for arguments that exclude each other.
     """
-    if options.memory_budget_nbytes is not None:
-        wanted = "a whole number of bytes or None"
-        _check_whole("memory_budget_nbytes", options.memory_budget_nbytes, 1, wanted, "int(1e9)")
-    _check_whole("worker_restarts", options.worker_restarts, 0, "a whole number", "3")
-    for name in ("prefetch_epochs", "share_dataset", "place_results"):
-        _check_bool(name, getattr(options, name))
-    if (every := options.snapshot_every_n_steps) is not None:
-        _check_whole("snapshot_every_n_steps", every, 0, "a whole number or None", "100")
-    if options.seed_per_sample is not None:
-        _check_bool("seed_per_sample", options.seed_per_sample)
-        if options.seed_per_sample and isinstance(dataset, IterableDataset):
-            raise ValueError(
-                "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, "
-                "and an iterable-style dataset is not asked for single samples"
-            )
-    for name in ("on_error", "dispatch", "worker_type"):
-        _check_word(name, getattr(options, name), _WORDS[name])
-    if options.worker_restarts and isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
-            "iterable-style one, so its batches cannot be made again"
-        )
-    if options.prefetch_epochs and not persistent_workers:
-        raise ValueError(
-            "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
-        )
-    _check_dispatch(options.dispatch, dataset, num_workers)
-    _check_shard(options.shard, dataset)
+    for name, default in OWN_DEFAULTS.items():
+        if (value := getattr(options, name)) is default:
+            continue
+        if name in _WHOLE:
+            _check_whole(name, value)
+        elif name in _WORDS and value not in _WORDS[name]:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, _WORDS[name]))}, not {value!r}")
+        elif name not in _WORDS and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {value!r:.100}")
+    for why in _contradictions(options, dataset, num_workers, persistent_workers):
+        raise ValueError(why)
     check_workers(options, dataset, context)
 
 
@@ -266,24 +240,31 @@ def check_workers(options: Any, dataset: object, context: object) -> None:
     Raises:
         ValueError: With the argument, the reason, and what to pass instead.
     """
+    kind, why = threads_of(context), ""
     if options.worker_type != THREAD:
-        _check_context(context)
-        return
-    if context is not None:
-        raise ValueError(
-            f"worker_type='thread' starts no processes: multiprocessing_context={context!r} "
-            "means nothing with it, leave one of them out"
+        if kind is not None:
+            why = (
+                f"multiprocessing_context={type(context).__qualname__}: its workers are threads that pose as "
+                f"processes ({kind.__module__}.{kind.__qualname__}), which cannot write to slots. Pass "
+                "worker_type='thread' for worker threads (with MONAI: no use_thread_workers), or no context"
+            )
+    elif context is not None:
+        why = (
+            f"worker_type='thread' starts no processes: multiprocessing_context={context!r} means nothing "
+            "with it, leave one of them out"
         )
-    if options.worker_restarts:
-        raise ValueError(
+    elif options.worker_restarts:
+        why = (
             f"worker_restarts={options.worker_restarts} needs worker_type='process': a thread that hangs "
             "cannot be ended, and one that crashes ends the program"
         )
-    if isinstance(dataset, torch_private.DATAPIPES):
-        raise ValueError(  # noqa: TRY004 - as everything that is refused for a worker_type
+    elif isinstance(dataset, torch_private.DATAPIPES):
+        why = (
             f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
-            "seed the pipe itself, and each needs one of its own. Use worker_type='process'."
+            "seed the pipe itself, and each needs one of its own. Use worker_type='process'"
         )
+    if why:
+        raise ValueError(why)
 
 
 def threads_of(context: object) -> type | None:
@@ -292,55 +273,55 @@ def threads_of(context: object) -> type | None:
     return kind if isinstance(kind, type) and issubclass(kind, threading.Thread) else None
 
 
-def _check_context(context: object) -> None:
-    """Refuse a context whose processes are threads, such as MONAI's."""
-    kind = threads_of(context)
-    if kind is not None:
-        raise ValueError(
-            f"multiprocessing_context={type(context).__qualname__}: its workers are threads that pose as "
-            f"processes ({kind.__module__}.{kind.__qualname__}), which cannot write to slots. Pass "
-            "worker_type='thread' for worker threads (with MONAI: no use_thread_workers), or no context"
+def _contradictions(
+    options: Any, dataset: object, num_workers: object, persistent_workers: bool
+) -> Iterator[str]:
+    """Arguments that exclude each other or the kind of dataset: each with the reason and what to pass."""
+    is_stream, is_pipe = isinstance(dataset, IterableDataset), isinstance(dataset, torch_private.DATAPIPES)
+    is_automatic = isinstance(num_workers, AutoCount)
+    if options.seed_per_sample and is_stream:
+        yield (
+            "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, and "
+            "an iterable-style dataset is not asked for single samples"
         )
-
-
-def _check_dispatch(dispatch: str, dataset: object, num_workers: object) -> None:
-    automatic = isinstance(num_workers, AutoCount)
-    if automatic and isinstance(dataset, (IterableDataset, *torch_private.DATAPIPES)):
-        raise ValueError(
+    if options.worker_restarts and is_stream:
+        yield (
+            "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
+            "iterable-style one, so its batches cannot be made again"
+        )
+    if options.prefetch_epochs and not persistent_workers:
+        yield "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
+    if is_automatic and (is_stream or is_pipe):
+        yield (
             "num_workers='auto' needs a map-style dataset: each worker has its own stream of an "
             "iterable-style one, or its own share of a DataPipe, so samples would depend on the number of "
             "workers. Pass a number"
         )
-    if automatic and dispatch == STATIC:
-        raise ValueError(
+    if is_automatic and options.dispatch == STATIC:
+        yield (
             "num_workers='auto' needs dispatch='dynamic', which is its default: if workers take turns, "
             "random draws of samples would depend on the number of workers. Leave dispatch out, or pass a "
             "number of workers"
         )
-    if dispatch == DYNAMIC and isinstance(dataset, IterableDataset):
-        raise ValueError(
+    if options.dispatch == DYNAMIC and is_stream:
+        yield (
             "dispatch='dynamic' needs a map-style dataset: each worker has its own stream of an "
-            "iterable-style one, so samples and their order would depend on which worker is free. "
-            "Leave dispatch='static'"
+            "iterable-style one, so samples and their order would depend on which worker is free. Leave "
+            "dispatch='static'"
         )
-
-
-def _check_shard(shard: object, dataset: object) -> None:
-    if shard is None:
-        return
-    _check_word("shard", shard, _WORDS["shard"])
-    if isinstance(dataset, torch_private.DATAPIPES):
-        raise ValueError(  # noqa: TRY004 - as everything that is refused for a shard
+    if options.shard is not None and is_pipe:
+        yield (
             f"shard='auto' is not for a DataPipe ({type(dataset).__name__}): its sharding_filter() shards it"
         )
-    if not isinstance(dataset, IterableDataset):
-        raise ValueError(  # noqa: TRY004
+    if options.shard is not None and not is_stream:
+        yield (
             "shard='auto' needs an iterable-style dataset: workers share a map-style one by its indices, and "
             "ranks by a shmloader.ShardedSampler"
         )
 
 
-def _check_whole(name: str, value: Any, least: int, wanted: str, such_as: str) -> None:
+def _check_whole(name: str, value: Any) -> None:
+    least, wanted, such_as = _WHOLE[name]
     try:
         number = operator.index(value)
     except TypeError:
@@ -349,13 +330,3 @@ def _check_whole(name: str, value: Any, least: int, wanted: str, such_as: str) -
         ) from None
     if number < least:
         raise ValueError(f"{name} must be at least {least}, not {number}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r:.100}")
-
-
-def _check_word(name: str, value: object, words: tuple[str, ...]) -> None:
-    if value not in words:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, not {value!r}")

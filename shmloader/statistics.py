@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shmloader.messages import shown
+from shmloader.verdict import Evidence, judge, time_of
 
-_LEAST_WAIT = 0.1  # share of the time; if next() waited for less, more workers could not help much
 _MOST_BAD_SAMPLES = 3  # that a table shows
 _Counts = TypeVar("_Counts")
 
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that raised and that the loader left out or replaced (``on_error``).
+    """A sample that raised and that the loader left out or replaced (``on_error``)."""
 
-    Attributes:
-        index: Its index; for an iterable-style dataset, its position in its worker's stream in this epoch.
-        error: Name of the exception's type.
-        message: The exception's text, cut at 500 characters.
-        of_stream: Whether the dataset is iterable-style.
-        worker_id: Whose stream it is; None for a map-style dataset and for ``num_workers=0``.
-    """
-
-    index: object
-    error: str
-    message: str
-    of_stream: bool = False
-    worker_id: int | None = None
+    index: object  # for an iterable-style dataset its position in its worker's stream, in this epoch
+    error: str  # name of the exception's type
+    message: str  # its text, cut at 500 characters
+    of_stream: bool = False  # the dataset is iterable-style
+    worker_id: int | None = None  # whose stream it is; None if map-style, and for ``num_workers=0``
 
     def __str__(self) -> str:
         whose = "the" if self.worker_id is None else f"worker {self.worker_id}'s"
@@ -42,19 +34,12 @@ class BadSample:
 
 @dataclass(frozen=True)
 class PlacedSite:
-    """A call of torch's in the program's code that makes a part of the batch (``place_results``).
+    """A call of torch's in the program's code that makes a part of the batch (``place_results``)."""
 
-    Attributes:
-        call: Its name, ``torch.stack``, say.
-        where: The file, the line and the function that call it.
-        placed: Whether its results are made in the slot.
-        why: The reason why they are not.
-    """
-
-    call: str
-    where: str
-    placed: bool
-    why: str = ""
+    call: str  # its name, ``torch.stack``, say
+    where: str  # the file, the line and the function that call it
+    placed: bool  # its results are made in the slot
+    why: str = ""  # they are not
 
     def __str__(self) -> str:
         return f"{self.call} at {self.where}: {'made in the slot' if self.placed else f'copied, {self.why}'}"
@@ -62,22 +47,13 @@ class PlacedSite:
 
 @dataclass(frozen=True)
 class AutotuneReport:
-    """The choice of a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"``.
+    """The choice of a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"``."""
 
-    Attributes:
-        num_workers: Workers now: those that are at work or are being started.
-        prefetch_factor: Batches made in advance per worker now.
-        settled: Whether the choice is made: from then on it changes only if batches become so large that the
-            memory budget asks for fewer.
-        batches: Batches returned until the choice was made, or so far; at most 200.
-        why: The reasons, with what was measured, for people.
-    """
-
-    num_workers: int
-    prefetch_factor: int
-    settled: bool
-    batches: int
-    why: str
+    num_workers: int  # now: those that are at work or are being started
+    prefetch_factor: int  # now
+    settled: bool  # it changes only if batches become so large that the memory budget asks for fewer
+    batches: int  # returned until the choice was made, or so far; at most 200
+    why: str  # the reasons, with what was measured, for people
 
 
 @dataclass(frozen=True)
@@ -86,118 +62,81 @@ class LoaderStatistics:
 
     Counters run from the loader's creation over all its epochs; slots and bytes are those of its live
     iterators at the moment of the call. With ``num_workers=0`` there are no slots and no waiting. ``print()``
-    shows a table and says whether the workers or the loop are the bottleneck.
-
-    Attributes:
-        slots_free: Slots that hold nothing.
-        slots_granted: Slots that a worker is writing or is about to write.
-        slots_published: Slots with a batch that ``next()`` has not returned yet.
-        slots_leased: Slots with a batch that the program still holds, in whatever form.
-        slots_guarded: Slots whose batch the program has dropped, and that an accelerator may still read.
-        reserved_nbytes: Bytes of shared memory reserved for slots.
-        used_nbytes: Bytes of the batches in published and leased slots.
-        largest_batch_nbytes: Bytes of the largest batch so far, header included.
-        batches: Batches returned.
-        failures: Exceptions of workers that were raised in place of a batch.
-        spills: Batches moved to private memory: larger than a slot may be, or kept by the program beyond
-            the memory budget or the number of slots.
-        spilled_nbytes: Their bytes.
-        detached: Batches whose memory a worker kept (a ``collate_fn`` that keeps its results, say), which
-            costs the worker a private copy.
-        pin_copies: Batches copied into pinned memory.
-        bad_samples: Samples that raised and were left out or replaced (``on_error``), in batches that were
-            returned, left out, or raised something else.
-        bad_sample_list: The first 1,000 of them, in the order of their batches.
-        batches_left_out: Batches that had no good sample.
-        batches_one_by_one: Batches whose samples were fetched one by one because ``__getitems__`` raised.
-        oldest_leases: With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest: number,
-            slot, seconds, and the type, shape and dtype of their leaves.
-        worker_restarts: Workers that died or did not answer and were replaced.
-        tasks_ahead: Tasks that were sent beyond ``prefetch_factor * num_workers`` outstanding ones, because a
-            slow batch held the other workers up (``dispatch="dynamic"``).
-        epochs_prefetched: Epochs that began with batches that were made early (``prefetch_epochs``).
-        epochs_in_vain: Epochs whose early batches were discarded and made again.
-        iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
-        wait_for_workers_s: Seconds that ``next()`` waited for a batch.
-        wait_for_first_batches_s: The part of `wait_for_workers_s` for the first batch of each epoch.
-        wait_for_starts_s: The part of `wait_for_first_batches_s` in which new workers had not begun their
-            first batch: in each epoch, or with ``persistent_workers`` in the first one.
-        in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
-        wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, because
-            the memory budget had no room for others.
-        workers_wait_for_slots_s: Seconds that all workers together waited for a slot: large if the program is
-            the slower side.
-        torchs_way: Whether batches came from torch's own iterator, because the platform or this torch lacks
-            what slots need. Such batches are not counted.
-        placed_sites: Calls of torch's that make parts of the batch, in the program's ``collate_fn`` or data
-            set, and whether their results are made in the slot or copied there.
-        autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
+    shows a table and names the bottleneck. docs/api.md explains each field.
     """
 
-    slots_free: int = 0
-    slots_granted: int = 0
-    slots_published: int = 0
-    slots_leased: int = 0
-    slots_guarded: int = 0
-    reserved_nbytes: int = 0
-    used_nbytes: int = 0
-    largest_batch_nbytes: int = 0
-    batches: int = 0
-    failures: int = 0
-    spills: int = 0
+    slots_free: int = 0  # hold nothing
+    slots_granted: int = 0  # a worker writes them, or is about to
+    slots_published: int = 0  # with a batch that ``next()`` has not returned yet
+    slots_leased: int = 0  # with a batch that the program still holds, in whatever form
+    slots_guarded: int = 0  # the program has dropped the batch, and an accelerator may still read it
+    reserved_nbytes: int = 0  # shared memory for slots
+    used_nbytes: int = 0  # of the batches in published and leased slots
+    largest_batch_nbytes: int = 0  # so far, header included
+    batches: int = 0  # returned
+    failures: int = 0  # exceptions of workers that were raised in place of a batch
+    spills: int = 0  # batches moved to private memory: larger than a slot, or kept beyond the memory budget
     spilled_nbytes: int = 0
-    detached: int = 0
-    pin_copies: int = 0
-    bad_samples: int = 0
-    bad_sample_list: tuple[BadSample, ...] = ()
-    batches_left_out: int = 0
-    batches_one_by_one: int = 0
-    oldest_leases: tuple[str, ...] = ()
-    worker_restarts: int = 0
-    tasks_ahead: int = 0
-    epochs_prefetched: int = 0
-    epochs_in_vain: int = 0
-    iterating_s: float = 0.0
-    wait_for_workers_s: float = 0.0
-    wait_for_first_batches_s: float = 0.0
-    wait_for_starts_s: float = 0.0
-    in_process_s: float = 0.0
-    wait_for_device_s: float = 0.0
-    workers_wait_for_slots_s: float = 0.0
-    torchs_way: bool = False
-    placed_sites: tuple[PlacedSite, ...] = ()
-    autotune: AutotuneReport | None = None
+    detached: int = 0  # batches whose memory a worker kept, which costs it a private copy
+    pin_copies: int = 0  # batches copied into pinned memory
+    bad_samples: int = 0  # those that raised and were left out or replaced (``on_error``)
+    bad_sample_list: tuple[BadSample, ...] = ()  # the first 1,000, in the order of their batches
+    batches_left_out: int = 0  # they had no good sample
+    batches_one_by_one: int = 0  # samples were fetched one by one because ``__getitems__`` raised
+    oldest_leases: tuple[str, ...] = ()  # with ``SHMLOADER_DEBUG=1``, the batches that are held for longest
+    worker_restarts: int = 0  # workers that died or did not answer and were replaced
+    tasks_ahead: int = 0  # sent because a slow batch held the other workers up (``dispatch="dynamic"``)
+    epochs_prefetched: int = 0  # they began with batches that were made early (``prefetch_epochs``)
+    epochs_in_vain: int = 0  # their early batches were discarded and made again
+    iterating_s: float = 0.0  # from ``iter()`` to the last ``next()`` so far, summed over the epochs
+    num_workers: int = 0  # of the iterator that was begun last
+    workers_made_s: float = 0.0  # that all workers together took to make batches
+    usable_cores: int = 0  # that this process may use
+    own_cores: float | None = None  # that this process and its workers kept busy, on average so far
+    foreign_cores: float = 0.0  # that everything else on the machine kept busy meanwhile
+    throttled_share: float = 0.0  # of the scheduler's periods in which a cgroup's processor quota was used up
+    wait_for_workers_s: float = 0.0  # that ``next()`` waited for a batch
+    wait_for_first_batches_s: float = 0.0  # its part for the first batch of each epoch
+    wait_for_starts_s: float = 0.0  # the part of that in which new workers had not begun their first batch
+    in_process_s: float = 0.0  # in which ``next()`` made batches itself, with ``num_workers=0``
+    wait_for_device_s: float = 0.0  # that ``next()`` waited for slots that an accelerator still read
+    workers_wait_for_slots_s: float = 0.0  # that all workers together waited for a slot
+    torchs_way: bool = False  # torch's own iterator loads, for lack of what slots need; nothing is counted
+    placed_sites: tuple[PlacedSite, ...] = ()  # calls of torch's that make parts of the batch
+    autotune: AutotuneReport | None = None  # for ``num_workers="auto"`` or ``prefetch_factor="auto"``
 
     @property
     def verdict(self) -> str:
         """One sentence that names the bottleneck (the workers or the training loop), with the figures."""
-        total_s = self.iterating_s
         if self.torchs_way:
             return (
                 "Torch's own iterator loads the batches here, and nothing is counted. A RuntimeWarning says "
                 "why, once in each process."
             )
-        if not self.batches or not total_s:
-            return "No batch has been returned yet."
-        if self.in_process_s:
-            made = f"next() made the batches itself, in {_share(self.in_process_s, total_s)}"
-            return f"There are no workers: {made}; workers would save that."
-        start_s = self.wait_for_starts_s
-        work_s = self.wait_for_workers_s - start_s
-        waited = f"next() waited {_share(self.wait_for_workers_s, total_s)}"
-        if max(start_s, work_s) < _LEAST_WAIT * total_s:
-            return f"Your loop is the bottleneck: {waited}; more workers would not help."
-        if work_s < start_s:
-            return (
-                f"The start of the workers is the bottleneck: next() waited {_share(start_s, total_s)} until "
-                "they had started; without persistent_workers=True they start in each epoch."
-            )
-        if self.wait_for_first_batches_s - start_s > work_s / 2:
-            return (
-                f"The workers are the bottleneck: {waited}, mostly for the first batch of an epoch; quicker "
-                "samples would help, and prefetch_epochs=True may."
-            )
-        return f"The workers are the bottleneck: {waited}; more workers or quicker samples would help."
+        return judge(self.evidence()).text
+
+    def evidence(self) -> Evidence:
+        """The figures that the verdict rests on."""
+        chosen = self.autotune
+        slots = (self.slots_free, self.slots_granted, self.slots_published, self.slots_leased)
+        return Evidence(
+            batches=self.batches,
+            total_s=self.iterating_s,
+            wait_s=self.wait_for_workers_s,
+            first_s=self.wait_for_first_batches_s,
+            start_s=self.wait_for_starts_s,
+            in_process_s=self.in_process_s,
+            num_workers=self.num_workers,
+            usable_cores=self.usable_cores,
+            made_s=self.workers_made_s,
+            own_cores=self.own_cores,
+            foreign_cores=self.foreign_cores,
+            throttled_share=self.throttled_share,
+            held=self.slots_leased,
+            slots=sum(slots) + self.slots_guarded,
+            spills=self.spills,
+            autotune=chosen.why if chosen is not None and chosen.settled else "",
+        )
 
     def __str__(self) -> str:
         if self.torchs_way:
@@ -216,17 +155,17 @@ class LoaderStatistics:
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         yield "batches returned", f"{self.batches:,}"
-        yield "time in the loop", _time(self.iterating_s)
+        yield "time in the loop", time_of(self.iterating_s)
         if self.in_process_s:
-            yield "next() made batches", _time(self.in_process_s)
+            yield "next() made batches", time_of(self.in_process_s)
         else:
-            first, start = _time(self.wait_for_first_batches_s), _time(self.wait_for_starts_s)
+            first, start = time_of(self.wait_for_first_batches_s), time_of(self.wait_for_starts_s)
             parts = f"{first} of it for first batches, {start} until workers started"
-            yield "next() waited for workers", f"{_time(self.wait_for_workers_s)}, {parts}"
-            summed = f"{_time(self.workers_wait_for_slots_s)}, summed over the workers"
+            yield "next() waited for workers", f"{time_of(self.wait_for_workers_s)}, {parts}"
+            summed = f"{time_of(self.workers_wait_for_slots_s)}, summed over the workers"
             yield "workers waited for slots", summed
         if self.wait_for_device_s:
-            yield "next() waited for the accelerator", _time(self.wait_for_device_s)
+            yield "next() waited for the accelerator", time_of(self.wait_for_device_s)
         slots = {
             "free": self.slots_free,
             "being written": self.slots_granted,
@@ -238,6 +177,7 @@ class LoaderStatistics:
         if any(slots.values()):
             yield "slots", ", ".join(f"{count} {name}" for name, count in slots.items())
             yield "shared memory", f"{_size(self.reserved_nbytes)} reserved, {_size(self.used_nbytes)} used"
+        if self.largest_batch_nbytes:
             yield "largest batch", _size(self.largest_batch_nbytes)
 
     def _events(self) -> Iterator[tuple[str, str]]:
@@ -261,20 +201,35 @@ class LoaderStatistics:
                 yield label, f"{count:,}{spilled if label.endswith('private memory') else ''}"
 
 
-def _share(part_s: float, total_s: float) -> str:
-    return f"{_time(part_s)} of {_time(total_s)} ({part_s / total_s:.0%})"
-
-
-def _time(seconds: float) -> str:
-    if not seconds or seconds >= 0.9995:
-        return f"{seconds:,.1f} s"
-    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
-
-
 def _size(nbytes: int) -> str:
     if nbytes >= 1 << 20:
         return f"{nbytes / (1 << 20):,.1f} MiB"
     return f"{nbytes / (1 << 10):,.1f} KiB" if nbytes >= 1 << 10 else f"{nbytes} bytes"
+
+
+class Recorder(Protocol):
+    """Takes the times of batches while a loader is profiled; main process.
+
+    Attributes:
+        make_probe: Makes the probe of a worker.
+    """
+
+    make_probe: Callable[[], Any]
+
+    def begin_epoch(self, num_workers: int) -> None:
+        """Begin an epoch with so many workers."""
+
+    def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """An iterator over the same index batches that is timed."""
+
+    def begin_next(self, waited_ns: int) -> None:
+        """Note that the program asks for a batch; ``waited_ns`` counts all waiting of the loader so far."""
+
+    def end_next(self, waited_ns: int, held: int) -> None:
+        """Note that it gets one, and how many it holds besides."""
+
+    def note_times(self, worker_id: int, times: Any, payload: bytes) -> None:
+        """Take a worker's `BatchTimes`; ``payload`` is the packed index batch."""
 
 
 @dataclass
@@ -302,6 +257,8 @@ class Counters:
     in_process_ns: int = 0
     wait_for_device_ns: int = 0
     workers_wait_for_slots_ns: int = 0
+    workers_made_ns: int = 0
+    num_workers: int = 0
     torchs_way: bool = False
     warned_of_spills: bool = False
     warned_of_copies: bool = False
@@ -310,24 +267,59 @@ class Counters:
     earlier_ns: int = 0  # time in the loop, in epochs before it
     waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
     workers_are_new: bool = False  # they were started for this epoch
+    recorder: Recorder | None = None  # while the loader is profiled
     _owned: dict[type, Any] = field(default_factory=dict)
 
-    def begin_epoch(self, *, starts: bool = False) -> None:
+    def begin_epoch(self, num_workers: int = 0, *, starts: bool = False) -> None:
         """Count the time in the loop from now on; time outside of epochs does not count.
 
         Args:
+            num_workers: Workers now.
             starts: Whether workers were started for this epoch.
         """
         self.earlier_ns = self.iterating_ns
         self.began_ns = self.last_next_ns = time.perf_counter_ns()
         self.waited_before_ns = self.wait_for_workers_ns
         self.workers_are_new = starts
+        self.num_workers = num_workers
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have epochs that begin from now on recorded, or no longer."""
+        self.recorder = recorder
+
+    def add(self, **counts: int) -> None:
+        """Add to counts, by their names: for what few batches have."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def note_answer(self, wait_ns: int, made_ns: int) -> None:
+        """Count the times of a worker: waiting for a task, and making its batch."""
+        self.workers_wait_for_slots_ns += wait_ns
+        self.workers_made_ns += made_ns
+
+    def note_wait(self, waited_ns: int) -> None:
+        """Count a wait for workers."""
+        self.wait_for_workers_ns += waited_ns
+
+    def note_return(self) -> None:
+        """Count a batch that ``next()`` is about to return."""
+        self.batches += 1
+        self.last_next_ns = time.perf_counter_ns()
 
     def note_made(self, began_ns: int) -> None:
         """Count a batch that ``next()`` has made itself, and the time that this took."""
-        self.batches += 1
-        self.last_next_ns = time.perf_counter_ns()
+        self.note_return()
         self.in_process_ns += self.last_next_ns - began_ns
+
+    def note_size(self, batch_nbytes: int) -> None:
+        """Note the size of a batch in its slot."""
+        self.largest_batch_nbytes = max(self.largest_batch_nbytes, batch_nbytes)
+
+    def warns_first(self, name: str) -> bool:
+        """Whether a warning, by its flag's name, is to be given now: once for each loader."""
+        before = getattr(self, name)
+        setattr(self, name, True)
+        return not before
 
     def note_first_batch(self, made_ns: int) -> None:
         """Count the wait for the first batch of an epoch, or for one left out before it.

@@ -22,9 +22,7 @@ def why_as_torch(dataset: object, num_workers: int) -> str:
 
 
 def must_load_as_torch(loader: Any) -> bool:
-    """Whether a loader has to leave its batches to torch's own iterator.
-
-    The first time this gives a warning that names the lack and the loader's options that have no effect.
+    """Whether a loader has to leave its batches to torch's own iterator; warns once of what is lost by it.
 
     Raises:
         NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
@@ -42,11 +40,7 @@ def must_load_as_torch(loader: Any) -> bool:
 
 
 def check_resumable(dataset: object, num_workers: int) -> None:
-    """Refuse states for a loader of this dataset with so many workers, if they cannot be made.
-
-    Raises:
-        ResumeError: With the reason.
-    """
+    """Raise a `ResumeError` if a loader of this dataset with so many workers has no states."""
     if why := why_as_torch(dataset, num_workers):
         raise ResumeError(
             f"torch's own iterator loads here, which does not record how far the program has come. {why} "
@@ -56,13 +50,7 @@ def check_resumable(dataset: object, num_workers: int) -> None:
 
 def options_asked_for(loader: Any) -> list[str]:
     """The options in use that torch's loader lacks, as ``name=value``."""
-    automatic = [
-        f"{name}='auto' (it is {value})"
-        for name in ("num_workers", "prefetch_factor")
-        if isinstance(value := getattr(loader, name), AutoCount)
-    ]
-    return automatic + [
-        f"{name}={value!r}"
-        for name, nothing in OWN_DEFAULTS.items()
-        if (value := getattr(loader, name)) != nothing
-    ]
+    counts = {name: getattr(loader, name) for name in ("num_workers", "prefetch_factor")}
+    own = {name: getattr(loader, name) for name in OWN_DEFAULTS}
+    automatic = [f"{name}='auto' (it is {n})" for name, n in counts.items() if isinstance(n, AutoCount)]
+    return automatic + [f"{name}={value!r}" for name, value in own.items() if value != OWN_DEFAULTS[name]]

@@ -1,8 +1,7 @@
 """Private and movable names of torch: the only module that uses them.
 
-torch offers these in no public way. They were written against torch 2.13; `make test-matrix` tries 2.6
-and 2.14 too. Where another torch lacks a name that loading needs, loaders load torch's own way
-(`torch_fallback`), with `why_missing` as the reason. All else in shmloader uses torch's public interface.
+They were written against torch 2.13; `make test-matrix` tries 2.6 and 2.14 too. Where another torch lacks a
+name that loading needs, loaders load torch's own way (`torch_fallback`), with `why_missing` as the reason.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -55,10 +55,9 @@ _ITERATOR_ATTRIBUTES = (
 ).split()
 """Attributes of `BaseIterator` that shmloader's iterators read or replace."""
 
-# BaseIterator is the base of torch's iterators. It is subclassed because Lightning recognises live iterators
-# by it when it pickles checkpoints, and because its __init__ and _reset fix the order of calls to the sampler
-# and of draws from the generator, which must stay identical to torch's. SingleProcessIterator is torch's
-# iterator without workers; frameworks and users may look for its type.
+# BaseIterator is subclassed because Lightning recognises live iterators by it when it pickles checkpoints,
+# and because its __init__ and _reset fix the order of calls to the sampler and of draws from the generator,
+# which must stay torch's. Frameworks and users may look for the type SingleProcessIterator.
 if TYPE_CHECKING:
     from torch.utils.data import dataloader
 
@@ -93,7 +92,7 @@ LIMITS_TASKS = "_workers_num_tasks" in getattr(getattr(_put_index, "__code__", N
 GET_ITERATOR = "_get_iterator"
 """The method of torch's class that makes an iterator, for `install`, which replaces it."""
 
-_iter_code = getattr(torch.utils.data.DataLoader.__iter__, "__code__", None)
+_iter_code = getattr(inspect.unwrap(torch.utils.data.DataLoader.__iter__), "__code__", None)
 _is_called = GET_ITERATOR in getattr(_iter_code, "co_names", ())
 WHY_NOT_INSTALLED = "" if _is_called else f"its DataLoader.__iter__ does not call {GET_ITERATOR}()"
 """The reason why `install` has no effect on torch's class, or ""."""
@@ -126,25 +125,24 @@ def drop_iterator(loader: Any) -> None:
         loader._iterator = None
 
 
+def worker_pids(iterator: Any) -> list[int]:
+    """The process ids of the workers of an iterator, torch's or ours; empty without worker processes."""
+    return [process.pid for process in getattr(iterator, "_workers", ())]
+
+
 # --- DataPipes
 
 _find_for_datapipes = functools.partial(_find, reasons=_missing_for_datapipes)
 _GRAPH_SETTINGS = "torch.utils.data.graph_settings"
 
+# These two shard torch's DataPipes over ranks and workers; the first then runs the user's ``worker_init_fn``.
 sharding_worker_init_fn = _find_for_datapipes(_DATALOADER, "_sharding_worker_init_fn")
-"""Shards torch's DataPipes over ranks and workers before the user's ``worker_init_fn`` runs."""
-
 apply_sharding = _find_for_datapipes(_GRAPH_SETTINGS, "apply_sharding")
-"""Does the same without workers."""
-
 _share_dist_seed = _find_for_datapipes(_DATALOADER, "_share_dist_seed")
 _apply_random_seed = _find_for_datapipes(_GRAPH_SETTINGS, "apply_random_seed")
 
-DATAPIPES: tuple[type, ...] = tuple(
-    getattr(torch.utils.data, name)
-    for name in ("IterDataPipe", "MapDataPipe")
-    if hasattr(torch.utils.data, name)
-)
+_PIPES = ("IterDataPipe", "MapDataPipe")
+DATAPIPES = tuple(vars(torch.utils.data)[name] for name in _PIPES if name in vars(torch.utils.data))
 """torch's classes of DataPipes, for ``isinstance``; empty in a torch without them."""
 
 
@@ -160,8 +158,8 @@ def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
 _COLLATE = "torch.utils.data._utils.collate"
 
 collate_fn_map: dict[Any, Callable[..., Any]] = _find(_COLLATE, "default_collate_fn_map", {})
-"""The map that torch's ``default_collate`` reads at each call (public, but in a private package). Workers
-change it so that a user's ``collate_fn`` built on ``default_collate`` collates into the slot too."""
+"""The map that torch's ``default_collate`` reads at each call. Workers change it so that a user's
+``collate_fn`` built on ``default_collate`` collates into the slot too."""
 
 collate_tensor_fn = _find(_COLLATE, "collate_tensor_fn")
 
@@ -177,9 +175,8 @@ _JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, byt
 def collate_map_is_pristine() -> bool:
     """Whether ``default_collate`` joins samples of the types that shmloader knows as torch 2.13 does.
 
-    False if an entry for one of these types is not torch's, nor one of `SAME_AS_TORCHS`. An entry for a
-    further type does not count, unless it would be used for one of these types. The program may change the
-    map at any time.
+    The program may change the map at any time. An entry for a further type does not count, unless it would be
+    used for one of these types.
     """
     global _pristine  # noqa: PLW0603 - there is one map
     if collate_fn_map == _pristine:
@@ -202,12 +199,9 @@ def _is_torchs(function: object) -> bool:
 
 
 def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
-    """Whether a further key of torch's map is for a type that shmloader joins itself.
-
-    A program's key may also be for a class of records or of numbers that stores are made of.
-    """
+    """Whether a further key of torch's map is for a type that shmloader joins itself."""
     kinds = key if isinstance(key, tuple) else (key,)
-    also = () if by_torch else (np.generic, tuple, list, Mapping)
+    also = () if by_torch else (np.generic, tuple, list, Mapping)  # stores have records of such classes
     try:
         return any(
             issubclass(kind, also) or any(issubclass(known, kind) for known in _JOINED_HERE) for kind in kinds
@@ -217,24 +211,17 @@ def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
 
 
 def _check_collation() -> None:
-    """Note whether torch's functions give other dtypes or shapes than they did in torch 2.13."""
+    """Note whether torch's functions give other dtypes than they did in torch 2.13."""
     if not collate_fn_map or not all(map(_is_torchs, collate_fn_map.values())):
         return
-    known: list[tuple[Any, torch.dtype, tuple[int, ...]]] = [
-        (torch.zeros(1, dtype=torch.int8), torch.int8, (2, 1)),
-        (np.zeros(3, np.int16), torch.int16, (2, 3)),
-        (0.5, torch.float64, (2,)),
-        (1, torch.int64, (2,)),
-    ]
-    for sample, *expected in known:
-        try:
-            joined = torch.utils.data.default_collate([sample] * 2)
-            found = [joined.dtype, tuple(joined.shape)]
-        except Exception as error:  # noqa: BLE001 - functions of an unknown torch
-            found = [error]
-        if found != expected:
-            kind = type(sample).__name__
-            _missing.append(f"default_collate makes {found} of two of {kind}, not {expected}")
+    samples = [torch.zeros(1, dtype=torch.int8), np.zeros(3, np.int16), 0.5, 1]
+    expected = [torch.int8, torch.int16, torch.float64, torch.int64]
+    try:
+        found: Any = [torch.utils.data.default_collate([sample] * 2).dtype for sample in samples]
+    except Exception as error:  # noqa: BLE001 - functions of an unknown torch
+        found = error
+    if found != expected:
+        _missing.append(f"default_collate makes {found!r} of two of {samples}, not {expected}")
 
 
 with torch.device("cpu"):  # whatever the program's default device is
@@ -245,17 +232,12 @@ with torch.device("cpu"):  # whatever the program's default device is
 
 NN_FUNCTIONS: Any = getattr(torch._C, "_nn", None)
 """The module that has ``pad_sequence`` for torch's function of that name, which programs import by name."""
-
 NEW_SHARED = "_new_shared"
 """The method of ``UntypedStorage`` with which older versions of torch's default collate made their output."""
 
 
 def is_intercepted(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call of torch with these arguments goes to more than torch's own function on the CPU.
-
-    Such are tensor subclasses, modes, transforms, tracing, autocast and inference mode. A torch that lacks a
-    name: always.
-    """
+    """Whether a call of torch goes to more than torch's own function: to a subclass, a mode, a tracer."""
     core: Any = torch._C
     parts = arguments[0] if arguments and type(arguments[0]) in (list, tuple) else arguments
     numbers = parts and type(parts[0]) in (int, float)  # perhaps thousands
@@ -270,7 +252,7 @@ def is_intercepted(arguments: tuple[Any, ...]) -> bool:
             or core._get_tracing_state()
             or torch.compiler.is_compiling()
         )
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError):  # a torch that lacks a name
         return True
 
 
@@ -288,18 +270,18 @@ def before_compiling(call: Callable[[], None]) -> None:
         _before_compiling.append(call)
 
 
-def move_to_private_memory(storage: Any) -> bool:
+def move_to_private_memory(storage: Any) -> Any:
     """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
 
     Returns:
-        False if this torch cannot.
+        A storage that owns the former memory; None if this torch cannot move it.
     """
     private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
     try:
         storage._swap_data_ptr_(private)
     except AttributeError:
-        return False
-    return True
+        return None
+    return private
 
 
 # --- which worker this is
@@ -376,9 +358,8 @@ def show_worker_info(info: Any) -> None:
 def _have_worker_info_in_threads() -> Any:
     """Make ``get_worker_info()`` prefer the calling thread's worker info, as it does in torch 2.14.
 
-    Programs hold the function itself (``from torch.utils.data import get_worker_info``), and it reads a
-    global name of its module. In an older torch its code is replaced, for good: in threads without a worker
-    info it answers as before.
+    Programs hold the function itself, so in an older torch its code is replaced, for good: in threads without
+    a worker info it answers as before.
     """
     with _installing:
         names = vars(importlib.import_module(_WORKER))
@@ -418,10 +399,7 @@ def default_store() -> Any:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs.
-
-    The deprecated ``torch.autograd.profiler_legacy`` does not set this flag. Without it, the answer is yes.
-    """
+    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs."""
     return getattr(profiler, "_is_profiler_enabled", True)
 
 
@@ -431,8 +409,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def never_compiled(function: _Function) -> _Function:
     """Keep a function, and all that it calls, out of ``torch.compile``: it runs as it is written.
 
-    The compiler leaves torch's own loader alone, by the name of its file. ``torch.compiler.disable`` is
-    public, but imports the compiler, which takes seconds. A torch without this setting compiles the function.
+    ``torch.compiler.disable`` is public, but imports the compiler, which takes seconds. A torch without this
+    setting compiles the function.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is not traced as a part of its caller
     core: Any = torch._C
@@ -444,10 +422,9 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def use_one_core_in_this_thread() -> None:
-    """Let torch's operations in the calling thread use no further threads, as ``set_num_threads(1)`` would.
+    """Let torch's operations in the calling thread use no further threads, where torch uses OpenMP.
 
-    That function would also change the number that later threads of the program begin with. OpenMP's own
-    setting holds for the calling thread only. Where torch does not use OpenMP, nothing happens.
+    ``set_num_threads(1)`` would also change the number that later threads of the program begin with.
     """
     torch.get_num_threads()  # settles this thread's number, which torch would otherwise do later
     try:

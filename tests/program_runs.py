@@ -218,7 +218,7 @@ class Run:
             iterator, failed = iter(()), True
         while taken != made.breaks.get(epoch, -1) and errors < MOST_ERRORS:
             # A sampler that raised is asked again after a resume, and raises again (resume.md).
-            asked_again = failed and made.sampler_raises_at is not None
+            asked_again = (failed or errors) and made.sampler_raises_at is not None
             if taken == stop_for_state and not self.resumed and not asked_again:
                 return self._go_on(epoch, taken)
             try:
@@ -227,9 +227,8 @@ class Run:
                 break
             except Exception as error:
                 log.append(error.with_traceback(None))  # whose frames hold the iterator
-                errors, failed = errors + 1, True
+                errors += 1
             else:
-                failed = False
                 if type(batch) is LeftOut:
                     continue
                 log.append(batch)

@@ -55,9 +55,10 @@ class Decoder:
     def _learn_table(self, table: bytes) -> _WrapAll:
         if _comes_again(self._tables, table):
             wrappings = _wrappings(table)
-            wrap_all = self._tables[table] = _in_one_call(wrappings) or _one_by_one(wrappings)
+            wrap_all = _in_one_call(wrappings) or functools.partial(_one_by_one, wrappings)
+            self._tables[table] = wrap_all
             return wrap_all
-        return functools.partial(_wrap_once, table)
+        return functools.partial(_one_by_one, _wrappings(table))
 
 
 def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
@@ -74,13 +75,9 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
 
 
 def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
-    """A function that makes a batch from its leaves, in the order of the leaf table.
+    """A function that makes a batch from its leaves, by its header or the pickled structure alone.
 
-    Args:
-        header: A header, or the pickled structure alone.
-
-    Returns:
-        None if the batch consists of more than leaves, built-in containers and constants.
+    None if the batch consists of more than leaves, built-in containers and constants.
     """
     probes: list[object] = []
     try:
@@ -115,7 +112,7 @@ class _WithoutCalls(pickle.Unpickler):
         if (module, name) == (operator.getitem.__module__, "getitem"):
             return _leaf_itself
         if (module, name) == (with_strides.__module__, with_strides.__name__):
-            return _over_a_leaf
+            return lambda *_: object()
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
@@ -124,10 +121,6 @@ def _leaf_itself(placeholder: Any, place: object) -> object:
     if type(placeholder) is list and list(map(type, placeholder)) == [object] and place == 0:
         return placeholder[0]
     raise pickle.UnpicklingError("it is an item of something else than a leaf")
-
-
-def _over_a_leaf(*_: object) -> object:
-    return object()
 
 
 def _comes_again(known: dict[bytes, Any], key: bytes) -> bool:
@@ -147,26 +140,12 @@ def _wrapping(head: int) -> tuple[Callable[..., Any], np.dtype[Any]]:
     return wrapper_of(kind, code), DTYPES[code].carrier
 
 
-def _wrap_once(table: bytes, anchor: _Anchor) -> list[Any]:
-    """Wrap the leaves of a table that has not come before."""
-    leaves = []
-    for head, offset, shape in rows_of(table):
-        wrap, carrier = _wrapping(head)
-        leaves.append(wrap(_ndarray(shape, carrier, anchor, offset)))
-    return leaves
-
-
 def _wrappings(table: bytes) -> list[_Wrapping]:
     return [(*_wrapping(head), offset, tuple(shape)) for head, offset, shape in rows_of(table)]
 
 
-def _one_by_one(wrappings: list[_Wrapping]) -> _WrapAll:
-    if len(wrappings) == 1:
-        ((wrap, carrier, offset, shape),) = wrappings
-        return lambda anchor: [wrap(_ndarray(shape, carrier, anchor, offset))]
-    return lambda anchor: [
-        wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, carrier, offset, shape in wrappings
-    ]
+def _one_by_one(wrappings: list[_Wrapping], anchor: _Anchor) -> list[Any]:
+    return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, carrier, offset, shape in wrappings]
 
 
 def _in_one_call(wrappings: list[_Wrapping]) -> _WrapAll | None:

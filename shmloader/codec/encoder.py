@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
@@ -18,16 +17,11 @@ from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
 
 
 class Encoded(NamedTuple):
-    """A batch after encoding.
+    """A batch after encoding."""
 
-    Attributes:
-        header_begin: Bytes from the slot's start to the header.
-        header_end: Bytes from the slot's start to its end.
-        spilled: The whole batch in private memory if it did not fit in the slot, else None.
-    """
-
-    header_begin: int
-    header_end: int
+    header_begin: int  # bytes from the slot's start to the header
+    header_end: int  # bytes from the slot's start to its end
+    # The whole batch in private memory if it did not fit in the slot, else None.
     spilled: np.ndarray[Any, np.dtype[np.uint8]] | None
 
 
@@ -43,9 +37,6 @@ class _BatchPickler(ForkingPickler):
     As torch's transport does, it knows the reducers that torch (for sparse and nested tensors, and those of
     other devices) and programs register with ``multiprocessing``. Buffers are left out of the pickle, each
     with a call of ``leave_out``.
-
-    Attributes:
-        written: The pickle.
     """
 
     def __init__(self, add: Add, leave_out: Callable[[PickleBuffer], None]) -> None:
@@ -62,24 +53,7 @@ class _BatchPickler(ForkingPickler):
 _ADDED = make_placeholder()
 """Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
-
 _MOST_KNOWN = 256  # headers
-
-
-class _Known(NamedTuple):
-    """A header that comes again with the same placeholders in the same container: all that it depends on.
-
-    Attributes:
-        kind: ``dict``, ``list`` or ``tuple``.
-        names: The keys of a dict, which are strings.
-        placeholders: The values.
-        header: The header.
-    """
-
-    kind: type
-    names: list[str]
-    placeholders: list[PickleBuffer]
-    header: bytes
 
 
 class Encoder:
@@ -87,42 +61,38 @@ class Encoder:
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
+        self.copied_nbytes = 0  # bytes of all leaves so far that were copied in
         self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made
         self._rows: list[bytes] = []
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
         self._copies: list[tuple[int, int, int, object]] = []
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
-        self._known: dict[PickleBuffer, _Known] = {}  # by their first placeholder
-        self._repeat = True  # whether batches have consisted of placeholders alone so far
+        self._known: dict[tuple[Any, ...], bytes] = {}  # headers that come again, see `_key_of`
 
     def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
 
         Leaves that are already in the slot stay there; collation leaves their placeholders in the batch. The
-        others are copied in, after the slot was grown to what the whole batch needs.
-
-        Args:
-            batch: The batch.
-            found: Takes the address and the length of each leaf, as it was when the batch was made.
+        others are copied in, after the slot was grown to what the whole batch needs. ``found`` takes the
+        address and the length of each leaf, as it was when the batch was made.
         """
         pickler, outputs = self._pickler, self._allocator.rows
         kind: type = type(batch)
         if kind is PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
-        values: list[Any] = []
-        if self._repeat and kind in (dict, list, tuple):
-            values = list(batch.values() if kind is dict else batch)
-            if values and type(values[0]) is PickleBuffer:
-                known = self._known.get(values[0])
-                if known is not None and _is_same(known, kind, batch, values):
-                    return self._commit(known.header)
+        key = _key_of(kind, batch)
+        if key is not None and (header := self._known.get(key)) is not None:
+            return self._commit(header)
         self._outputs, self._found = outputs, found
         try:
             pickler.dump(with_large_bytes(batch))
             header = join_header(pickler.written, self._rows)
-            if values and not self._copies:
-                self._learn(kind, batch, values, header)
+            # It comes again with the same placeholders, but not with buffers of the program's.
+            if key is not None and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:
+                if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
+                    self._known.clear()
+                self._known[key] = header
             return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
@@ -130,19 +100,6 @@ class Encoder:
             self._rows.clear()
             self._copies.clear()
             pickler.written.clear()
-
-    def _learn(self, kind: type, batch: Any, values: list[Any], header: bytes) -> None:
-        """Remember the header of a container that holds nothing but outputs' placeholders."""
-        names = list(batch) if kind is dict else []
-        self._repeat = (
-            {PickleBuffer}.issuperset(map(type, values))
-            and {str}.issuperset(map(type, names))
-            and self._outputs.keys() >= set(values)
-        )
-        if self._repeat:
-            if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
-                self._known.clear()
-            self._known[values[0]] = _Known(kind, names, values, header)
 
     def _add(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
         """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
@@ -184,15 +141,17 @@ class Encoder:
             base = spilled.ctypes.data if spilled is not None else allocator.address
             for offset, address, nbytes, _ in self._copies:
                 ctypes.memmove(base + offset, address, nbytes)
+                self.copied_nbytes += nbytes
         view[begin:total] = header
         return Encoded(begin, total, spilled)
 
 
-def _is_same(known: _Known, kind: type, batch: Any, values: list[Any]) -> bool:
-    """Whether a batch is the container of which a header is known: the same keys and very placeholders."""
-    return (
-        kind is known.kind
-        and len(values) == len(known.placeholders)
-        and all(map(operator.is_, values, known.placeholders))
-        and (kind is not dict or (list(batch) == known.names and {str}.issuperset(map(type, batch))))
-    )
+def _key_of(kind: type, batch: Any) -> tuple[Any, ...] | None:
+    """All that the header of a container of nothing but placeholders depends on; None for other batches."""
+    names, values = (), batch
+    if kind is dict:
+        names, values = tuple(batch), tuple(batch.values())
+    elif kind is not list and kind is not tuple:
+        return None
+    of_placeholders = values and {PickleBuffer}.issuperset(map(type, values))
+    return (kind, *names, *values) if of_placeholders and {str}.issuperset(map(type, names)) else None

@@ -40,17 +40,11 @@ def align(nbytes: int) -> int:
 
 
 class DtypeCode(NamedTuple):
-    """A dtype of torch as it travels: its number in the leaf table and its NumPy carrier.
+    """A dtype of torch as it travels: its number in the leaf table and its NumPy carrier."""
 
-    Attributes:
-        torch_dtype: The tensor's dtype.
-        carrier: A NumPy dtype of the same item size.
-        native: Whether ``torch.from_numpy`` of the carrier has ``torch_dtype`` already.
-    """
-
-    torch_dtype: torch.dtype
-    carrier: np.dtype[np.generic]
-    native: bool
+    torch_dtype: torch.dtype  # the tensor's dtype
+    carrier: np.dtype[np.generic]  # a NumPy dtype of the same item size
+    native: bool  # whether ``torch.from_numpy`` of the carrier has ``torch_dtype`` already
 
 
 _NATIVE = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64".split()
@@ -76,23 +70,12 @@ LONE_LEAF = pickle.dumps(pickle.PickleBuffer(bytearray(1)), 5, buffer_callback=l
 
 
 class Leaf(NamedTuple):
-    """One leaf of a batch.
+    """One leaf of a batch."""
 
-    Attributes:
-        kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
-        code: Position in ``DTYPES``.
-        offset: Bytes from the slot's start.
-        shape: Sizes in items; row-major.
-    """
-
-    kind: int
-    code: int
-    offset: int
-    shape: tuple[int, ...]
-
-    def pack(self) -> bytes:
-        """The leaf's row in the table."""
-        return pack_row(*self)
+    kind: int  # ``TENSOR``, ``ARRAY`` or ``BYTES``
+    code: int  # position in ``DTYPES``
+    offset: int  # bytes from the slot's start
+    shape: tuple[int, ...]  # sizes in items; row-major
 
 
 def pack_row(kind: int, code: int, offset: int, shape: Sequence[int]) -> bytes:
@@ -136,9 +119,3 @@ def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
 def table_of(header: bytes) -> bytes:
     """The leaf table of a header. The structure needs no length: its pickle has an end of its own."""
     return header[-4 - int.from_bytes(header[-4:], "little") : -4]
-
-
-def split_header(header: bytes) -> tuple[bytes, bytes]:
-    """The pickled structure and the leaf table of a header."""
-    table = table_of(header)
-    return header[: -4 - len(table)], table

@@ -17,7 +17,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,23 +35,10 @@ from shmloader.codec.layout import (
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 
 
-class Add(Protocol):
-    """Adds a leaf to the batch that is being pickled."""
-
-    def __call__(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
-        """Add a leaf, whose items lie at ``address`` in row-major order.
-
-        Args:
-            kind: ``TENSOR``, ``ARRAY`` or ``BYTES``.
-            code: Position in ``DTYPES``.
-            shape: Sizes in items.
-            address: Of the first item, in the worker.
-            owner: Keeps the memory alive until it is copied.
-
-        Returns:
-            The placeholder of this leaf. No other leaf may be added before the pickler meets it.
-        """
-
+Add = Callable[[int, int, Sequence[int], int, object], Any]
+"""Adds a leaf to the batch that is being pickled: its kind, code and shape, see `Leaf`, the address of its
+items, in row-major order, and an owner, which keeps the memory alive until it is copied. Returns the
+placeholder of this leaf. No other leaf may be added before the pickler meets it."""
 
 Handler = Callable[[Any, Add], Any]
 """Reduces an object for pickling; ``NotImplemented`` if it is pickled as torch does."""
@@ -82,13 +69,9 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
 def wrapper_of(kind: int, code: int) -> Callable[[np.ndarray[Any, Any]], Any]:
     """The function that makes a leaf out of an array over its memory, of its carrier dtype."""
     if kind != TENSOR:
-        return _as_it_is
+        return lambda array: array
     dtype = DTYPES[code]
     return torch.from_numpy if dtype.native else functools.partial(wrap_tensor, dtype=dtype.torch_dtype)
-
-
-def _as_it_is(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return array
 
 
 def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
@@ -111,11 +94,17 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
     if not tensor.is_contiguous() or 1 in shape:
         strides = tensor.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if strides != _row_major(shape) and 0 < span <= tensor.numel():
+        if strides != row_major(shape) and 0 < span <= tensor.numel():
             # Permuted or overlapping items, with hardly any gaps: the memory is sent as it is.
             placeholder = add(TENSOR, code, (span,), tensor.data_ptr(), tensor)
             return with_strides, ([placeholder], tuple(shape), strides)
         tensor = tensor.contiguous()
+    there = tensor.untyped_storage().nbytes()
+    if there < tensor.nbytes:
+        raise RuntimeError(
+            f"a tensor of shape {list(shape)} has {there:,} bytes of memory and needs {tensor.nbytes:,}: it "
+            "could not be resized. Make a new one, with clone() or torch.empty()."
+        )
     if len(shape) > MOST_DIMENSIONS:
         placeholder = add(TENSOR, code, (tensor.numel(),), tensor.data_ptr(), tensor)
         return with_strides, ([placeholder], tuple(shape), tensor.stride())
@@ -128,7 +117,7 @@ def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
     return operator.getitem, ([placeholder], 0)
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a new tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
 

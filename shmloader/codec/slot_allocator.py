@@ -23,12 +23,13 @@ from shmloader.codec.layout import (
     DTYPES,
     MOST_DIMENSIONS,
     TENSOR,
-    Leaf,
     align,
+    pack_row,
 )
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
+from shmloader.memory import PAGE_NBYTES, Extent, Segment, whole_pages
+from shmloader.memory.limits import check_headroom
 
 
 def make_placeholder() -> pickle.PickleBuffer:
@@ -40,20 +41,14 @@ def make_placeholder() -> pickle.PickleBuffer:
 
 
 class Output(NamedTuple):
-    """A leaf that collation writes in its slot, and that no user code sees.
+    """A leaf that collation writes in its slot, and that no user code sees."""
 
-    Attributes:
-        tensor: Over the leaf's memory.
-        rows: An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
-            ``numpy.concatenate`` of the samples gives.
-        placeholder: Stands for the leaf in the batch that is given to the encoder.
-        end: Where the next leaf begins.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # over the leaf's memory
+    # An array over the same memory, of the carrier dtype, with the first two dimensions as one: what
+    # ``numpy.concatenate`` of the samples gives.
     rows: np.ndarray[Any, Any]
-    placeholder: pickle.PickleBuffer
-    end: int
+    placeholder: pickle.PickleBuffer  # stands for the leaf in the batch that is given to the encoder
+    end: int  # where the next leaf begins
 
 
 _MOST_OUTPUTS = 1024
@@ -91,6 +86,7 @@ class SlotAllocator:
         self.limit_nbytes = 0
         self._may_refuse = True  # False once this task has needed more than was reserved
         self.cursor = 0
+        self._kept: list[tuple[weakref.ref[Any], range]] = []  # addresses that user code keeps, by anchors
 
     def begin(self, slot: int, nbytes: int, limit_nbytes: int) -> None:
         """Take the slot that a task grants; see `MakeBatch` for the arguments."""
@@ -120,21 +116,13 @@ class SlotAllocator:
                     raise
 
     def prepare(self, hint_nbytes: int) -> None:
-        """Grow the slot to the size of a typical batch: leaves are then written in place.
-
-        Nothing happens if the host cannot give that much, or if the task's limit is less: then the batch is
-        sent in pieces anyway.
-        """
+        """Grow the slot for a typical batch, to be written in place; if it cannot, pieces are sent anyway."""
         if self.nbytes < hint_nbytes <= self.limit_nbytes:
             with contextlib.suppress(SharedMemoryExhausted):
                 self._grow(hint_nbytes)
 
     def read(self, nbytes: int) -> bytes:
-        """The first bytes of the slot, before anything is allocated (a long index batch).
-
-        Raises:
-            SharedMemoryExhausted: If this process could not map that much.
-        """
+        """The slot's first bytes (a long index batch); `SharedMemoryExhausted` if it has not mapped them."""
         if nbytes > self.nbytes:
             raise SharedMemoryExhausted(
                 f"an index batch of {nbytes:,} bytes could not be read: this worker could map only "
@@ -164,8 +152,7 @@ class SlotAllocator:
     def output(self, items: int, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
         """Allocate a leaf of shape ``(items, *shape)`` in the slot; None if it does not fit there.
 
-        See the class for when this may be used. A dtype of NumPy means the one that ``torch.from_numpy``
-        gives.
+        The class says when. A dtype of NumPy means the one that ``torch.from_numpy`` gives.
         """
         here = self._here
         if here is None:
@@ -173,28 +160,21 @@ class SlotAllocator:
         key = (self.cursor, items, shape, dtype)
         output = here.outputs.get(key)
         if output is None:
-            output = self._new_output(here, (items, *shape), dtype)
-            if output is None:
+            codes: dict[Any, int] = CODE_OF_NUMPY_DTYPE
+            if isinstance(dtype, torch.dtype):
+                codes = CODE_OF_TORCH_DTYPE
+            code, offset, shape = codes.get(dtype), self.cursor, (items, *shape)
+            end = offset + math.prod(shape) * dtype.itemsize
+            if code is None or len(shape) > MOST_DIMENSIONS or not offset < end <= self.nbytes:
                 return None
+            array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
+            tensor, placeholder = wrap_tensor(array, DTYPES[code].torch_dtype), make_placeholder()
+            output = Output(tensor, array.reshape(-1, *shape[2:]), placeholder, align(end))
             here.outputs[key] = output
-            here.placeholders[id(output.tensor)] = output.placeholder
+            here.placeholders[id(tensor)] = placeholder
+            here.rows[placeholder] = pack_row(TENSOR, code, offset, shape)
         self.cursor = output.end
         return output
-
-    def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
-        if isinstance(dtype, torch.dtype):
-            code = CODE_OF_TORCH_DTYPE.get(dtype)
-        else:
-            code = CODE_OF_NUMPY_DTYPE.get(dtype)
-        offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
-        if code is None or len(shape) > MOST_DIMENSIONS or nbytes == 0 or offset + nbytes > self.nbytes:
-            return None
-        array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
-        placeholder = make_placeholder()
-        here.rows[placeholder] = Leaf(TENSOR, code, offset, shape).pack()
-        rows = array.reshape(-1, *shape[2:])
-        tensor = wrap_tensor(array, DTYPES[code].torch_dtype)
-        return Output(tensor, rows, placeholder, align(offset + nbytes))
 
     def with_placeholders(self, item: Any) -> Any:
         """A batch, or a part of one, with placeholders in place of outputs' tensors."""
@@ -213,6 +193,10 @@ class SlotAllocator:
         """Rows of the leaf table for this slot's outputs, by their placeholders."""
         return {} if self._here is None else self._here.rows
 
+    def go_back(self, cursor: int) -> None:
+        """Give up what was allocated since the cursor was here: it is in no batch."""
+        self.cursor = cursor
+
     def place(self, nbytes: int) -> int:
         """Allocate space; returns its offset, perhaps beyond the reserved memory: `ensure` makes room."""
         offset = self.cursor
@@ -226,16 +210,18 @@ class SlotAllocator:
         offset = address - self._here.extent.address
         return offset if 0 <= offset <= min(self.cursor, self.nbytes) - nbytes else None
 
+    def holds(self, address: int) -> bool:
+        """Whether an address is in memory that `tensor` has given, in this task or an earlier one."""
+        return self.offset_of(address, 0) is not None or any(
+            address in addresses and watch() is not None for watch, addresses in self._kept
+        )
+
     def ensure(self, nbytes: int) -> bool:
         """Grow the slot to hold ``nbytes``, keeping what was written.
 
-        Returns:
-            False if that exceeds the task's limit, the host's memory or this process's address space: then
-            the batch is spilled.
-
-        Raises:
-            SharedMemoryExhausted: If spilling, which takes more memory, would make the kernel kill a process.
-                At most once in a task.
+        Returns False if that exceeds the task's limit, the host's memory or this process's address space:
+        then the batch is spilled. Raises `SharedMemoryExhausted` if spilling, which takes more memory, would
+        make the kernel kill a process. At most once in a task.
         """
         if nbytes <= self.nbytes:
             return True
@@ -245,8 +231,12 @@ class SlotAllocator:
                 raise SharedMemoryExhausted(f"it may have {self.limit_nbytes:,} bytes", needed_nbytes=nbytes)
             self._grow(nbytes)
         except SharedMemoryExhausted as error:
-            if may_refuse:
-                _check_spill(nbytes, error)
+            if may_refuse:  # to spill it would have the kernel kill this process or the main one
+                purpose = (
+                    f"a batch of {nbytes:,} bytes does not fit in its slot ({error}), and copying it to "
+                    f"private memory takes {2 * nbytes:,} bytes"
+                )
+                check_headroom(2 * nbytes, purpose)
             return False
         return True
 
@@ -267,6 +257,8 @@ class SlotAllocator:
         if watch() is None:
             return False
         anchored.detach()
+        self._kept = [kept for kept in self._kept if kept[0]() is not None]
+        self._kept.append((watch, range(anchored.address, anchored.address + anchored.nbytes)))
         if here is not None and here.extent is anchored:
             del self._mapped[self.slot]
         return True
@@ -309,18 +301,6 @@ class SlotAllocator:
             raise
         self.nbytes = reserved
         self._here = self._mapped[self.slot] = _Mapped(extent)
-
-
-def _check_spill(nbytes: int, why: SharedMemoryExhausted) -> None:
-    """Refuse to spill a batch if the kernel would kill this process or the main one for the memory."""
-    purpose = (
-        f"a batch of {nbytes:,} bytes does not fit in its slot ({why}), and copying it to private memory "
-        f"takes {2 * nbytes:,} bytes"
-    )
-    try:
-        check_headroom(2 * nbytes, purpose)
-    except SharedMemoryExhausted as error:
-        raise error from why
 
 
 class _Current(threading.local):

@@ -9,11 +9,4 @@ from shmloader.device.driver import is_capturing
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import capture_error, numbered, to_device
 
-__all__ = [
-    "DeviceBatches",
-    "DeviceGuard",
-    "capture_error",
-    "is_capturing",
-    "numbered",
-    "to_device",
-]
+__all__ = ["DeviceBatches", "DeviceGuard", "capture_error", "is_capturing", "numbered", "to_device"]

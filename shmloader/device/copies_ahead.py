@@ -26,9 +26,10 @@ import numpy.typing as npt
 import torch
 
 from shmloader.codec import structure_of
-from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, split_header, unpack_table
+from shmloader.codec.layout import ALIGNMENT, DTYPES, TENSOR, Leaf, table_of, unpack_table
+from shmloader.codec.leaves import row_major
 from shmloader.device.driver import DriverError
-from shmloader.device.guard import DeviceGuard, Held
+from shmloader.device.guard import DeviceGuard
 from shmloader.device.pinned import is_pinned
 from shmloader.slots import Place
 
@@ -47,18 +48,12 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class Run(NamedTuple):
-    """Leaves that one copy takes to the device.
+    """Leaves that one copy takes to the device."""
 
-    Attributes:
-        begin: Bytes from the slot's start to the first.
-        nbytes: Bytes that are copied.
-        space_nbytes: Bytes that are allocated.
-        places: Their places among all leaves, with dtype, shape, strides, and offset in items.
-    """
-
-    begin: int
+    begin: int  # bytes from the slot's start to the first
     nbytes: int
-    space_nbytes: int
+    space_nbytes: int  # bytes that are allocated
+    # Their places among all leaves, with dtype, shape, strides, and offset in items.
     places: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
 
     def unpack(self, memory: torch.Tensor, leaves: list[Any]) -> None:
@@ -72,17 +67,20 @@ class Run(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The way of the leaves of batches with the same leaf table.
-
-    Attributes:
-        leaves: Number of leaves.
-        runs: Copies of tensors.
-        kept: Places of arrays and bytes, which stay where they are.
-    """
+    """The way of the leaves of batches with the same leaf table."""
 
     leaves: int
     runs: list[Run]
-    kept: list[tuple[int, Leaf]]
+    kept: list[tuple[int, Leaf]]  # places of arrays and bytes, which stay where they are
+
+    def unpack(self, memories: list[torch.Tensor], anchor: ByteArray | None) -> list[Any]:
+        """The leaves: in memory of the device, and those that are kept over the anchor."""
+        leaves: list[Any] = [None] * self.leaves
+        for run, memory in zip(self.runs, memories, strict=True):
+            run.unpack(memory, leaves)
+        for place, leaf in self.kept:
+            leaves[place] = np.ndarray(leaf.shape, DTYPES[leaf.code].carrier, anchor, leaf.offset)
+        return leaves
 
 
 @functools.lru_cache(_MOST_KNOWN)
@@ -121,11 +119,8 @@ def _run(group: list[int], leaves: list[Leaf]) -> Run:
     places = []
     for place in group:
         leaf = leaves[place]
-        dtype = DTYPES[leaf.code].torch_dtype
-        strides = tuple(
-            math.prod(max(size, 1) for size in leaf.shape[axis + 1 :]) for axis in range(len(leaf.shape))
-        )
-        places.append((place, dtype, leaf.shape, strides, (leaf.offset - begin) // dtype.itemsize))
+        dtype, offset = DTYPES[leaf.code].torch_dtype, leaf.offset - begin
+        places.append((place, dtype, leaf.shape, row_major(leaf.shape), offset // dtype.itemsize))
     return Run(begin, nbytes, nbytes if alone else -(-nbytes // ALIGNMENT) * ALIGNMENT, places)
 
 
@@ -134,6 +129,10 @@ def _nbytes(leaf: Leaf) -> int:
 
 
 _known_structure = functools.lru_cache(_MOST_KNOWN)(structure_of)
+
+
+def _known(function: Any, key: bytes) -> Any:
+    return function(key) if len(key) <= _MOST_KNOWN_NBYTES else function.__wrapped__(key)
 
 
 class DeviceBatches:
@@ -148,21 +147,20 @@ class DeviceBatches:
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch out of its leased slot.
 
-        Returns:
-            A function that returns the batch, for work on the stream that is current at its call. None for a
-            batch with tensors that require grad or objects of other classes than built-in containers, which
-            move themselves; also for a batch in memory that is not page-locked, since the driver may wait for
-            the stream before it copies that.
+        Returns a function that returns the batch, for work on the stream that is current at its call. None
+        for a batch with tensors that require grad or objects of other classes than built-in containers, which
+        move themselves; also for a batch in memory that is not page-locked, since the driver may wait for the
+        stream before it copies that.
         """
         lease, extent = place.lease, place.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
             return None  # if it was spilled, the slot may be another batch's by now
-        structure, table = split_header(header)
-        known = len(structure) <= _MOST_KNOWN_NBYTES
-        join = _known_structure(structure) if known else structure_of(structure)
+        table = table_of(header)
+        structure = header[: -4 - len(table)]
+        join = _known(_known_structure, structure)
         if join is None:
             return None
-        plan = plan_of(table) if len(table) <= _MOST_KNOWN_NBYTES else plan_of.__wrapped__(table)
+        plan: Plan = _known(plan_of, table)
         driver, device = self._driver, self._device
         if self._side is None:
             self._side = self.guard.create_stream(device)
@@ -186,27 +184,15 @@ class DeviceBatches:
         if not plan.kept:
             self.guard.let_go(place)
         kept = anchor if plan.kept else None
-        return functools.partial(self._finish, plan, join, memories, held, stream, kept)
 
-    def _finish(
-        self,
-        plan: Plan,
-        join: Callable[[list[Any]], Any],
-        memories: list[torch.Tensor],
-        held: Held,
-        allocated_on: int,
-        anchor: ByteArray | None,
-    ) -> Any:
-        """The batch whose copies were queued, its memory allocated for a stream of the program's."""
-        stream = self._driver.current_stream(self._device)
-        if held.event is not None:
-            self._driver.wait(stream, held.event)
-        leaves: list[Any] = [None] * plan.leaves
-        for run, memory in zip(plan.runs, memories, strict=True):
-            if stream != allocated_on:
-                self._driver.use_on_current_stream(memory)
-            run.unpack(memory, leaves)
-        for place, leaf in plan.kept:
-            leaves[place] = np.ndarray(leaf.shape, DTYPES[leaf.code].carrier, anchor, leaf.offset)
-        memories.clear()  # from here on the consumer's stream is behind the copy
-        return join(leaves)
+        def finish() -> Any:
+            now_on = driver.current_stream(device)
+            if held.event is not None:
+                driver.wait(now_on, held.event)
+            for memory in memories if now_on != stream else ():
+                driver.use_on_current_stream(memory)
+            leaves = plan.unpack(memories, kept)
+            memories.clear()  # from here on the consumer's stream is behind the copy
+            return join(leaves)
+
+        return finish

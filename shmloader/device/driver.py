@@ -28,58 +28,44 @@ _STREAMS_OF_TORCH = 32  # of each priority, handed out in turn (c10/cuda/CUDAStr
 _PRIORITIES = (0, -1)
 
 _handle = POINTER(c_void_p)
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
+_QUICK: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorName": (c_int, POINTER(ctypes.c_char_p)),
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), POINTER(c_int)),
-    "cuDevicePrimaryCtxRetain": (_handle, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_handle,),
-    "cuCtxSynchronize": (),
-    "cuCtxRecordEvent": (c_void_p, c_void_p),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuEventCreate": (_handle, c_uint),
+    "cuEventQuery": (c_void_p,),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+}
+"""Functions that take a microsecond: giving up the interpreter lock for each would mean waiting for it."""
+
+_WAITING: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDevicePrimaryCtxRetain": (_handle, c_int),
+    "cuCtxSynchronize": (),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuEventCreate": (_handle, c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
     "cuStreamCreate": (_handle, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
-}
-"""The functions of libcuda that are called, by symbol; each returns a ``CUresult``."""
-
-_MAY_WAIT = {
-    "cuInit",
-    "cuDevicePrimaryCtxRetain",
-    "cuCtxSynchronize",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamSynchronize",
     # A stream takes about 1,000 pieces of work; then these wait, perhaps for what another thread has to do.
-    "cuCtxRecordEvent",
-    "cuEventRecord",
-    "cuMemcpyHtoDAsync_v2",
-    "cuStreamWaitEvent",
+    "cuCtxRecordEvent": (c_void_p, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
 }
-"""Functions during which other threads must be able to run. The rest take a microsecond, and giving up the
-interpreter lock for each would mean waiting for it each time."""
+"""Functions during which other threads must be able to run."""
+
+SIGNATURES = _QUICK | _WAITING
+"""The functions of libcuda that are called, by symbol; each returns a ``CUresult``."""
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed.
-
-    Attributes:
-        code: Its ``CUresult``.
-    """
+    """A call of the driver failed."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -104,22 +90,16 @@ class CudaDriver:
 
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
-    Each call raises `DriverError` if it fails.
-
-    Args:
-        path: The library.
-
-    Raises:
-        OSError: If there is no such library.
-        AttributeError: If it lacks a function.
+    Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
+    `AttributeError` if it lacks a function.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
-        waiting, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        library = ctypes.CDLL(path)
         self._calls: dict[str, Any] = {}
         for name, arguments in SIGNATURES.items():
-            function = self._calls[name] = getattr(waiting if name in _MAY_WAIT else quick, name)
-            function.argtypes, function.restype = arguments, c_int
+            kind = ctypes.CFUNCTYPE if name in _WAITING else ctypes.PYFUNCTYPE
+            self._calls[name] = kind(c_int, *arguments)((name, library))
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
         self._events: dict[int, list[Event]] = {}
@@ -127,7 +107,11 @@ class CudaDriver:
         self._call("cuInit", 0)
         count = c_int()
         self._call("cuDeviceGetCount", byref(count))
-        self._ordinals = [self._ordinal(device) for device in range(count.value)]
+        self._ordinals: list[int] = []
+        for device in range(count.value):
+            ordinal = c_int()
+            self._call("cuDeviceGet", byref(ordinal), device)
+            self._ordinals.append(ordinal.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
         code = self._calls[name](*arguments)
@@ -156,11 +140,6 @@ class CudaDriver:
             self._contexts[device] = context
         return self._contexts[device]
 
-    def _ordinal(self, device: int) -> int:
-        ordinal = c_int()
-        self._call("cuDeviceGet", byref(ordinal), device)
-        return ordinal.value
-
     def version(self) -> int:
         """The newest version of CUDA that the driver supports: 12060 is 12.6."""
         version = c_int()
@@ -179,10 +158,7 @@ class CudaDriver:
         return found
 
     def home(self) -> int:
-        """The device in whose context memory is registered.
-
-        A context takes memory of its device, so it is one that is in use, if there is one.
-        """
+        """The device in whose context memory is registered: one in use, since a context takes its memory."""
         if self._home is None:
             current, active = torch.cuda.current_device(), self.active_devices()
             self._home = current if current in active or not active else active[0]
@@ -205,8 +181,7 @@ class CudaDriver:
                 self._call("cuCtxSynchronize")
 
     def _new_event(self, device: int) -> Event:
-        spare = self._events.setdefault(device, [])
-        if spare:
+        if spare := self._events.setdefault(device, []):
             return spare.pop()
         handle = c_void_p()
         self._call("cuEventCreate", byref(handle), _DISABLE_TIMING)
@@ -249,7 +224,14 @@ class CudaDriver:
             return True
         for device in self.active_devices():
             status, ask = c_int(), self._calls["cuStreamIsCapturing"]
-            streams = self._streams.get(device) or self._find_streams(device)
+            streams = self._streams.get(device)
+            if streams is None:
+                pools = {
+                    torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
+                    for priority in _PRIORITIES
+                    for _ in range(_STREAMS_OF_TORCH)
+                }
+                streams = self._streams[device] = [c_void_p(stream) for stream in (0, *pools)]
             with self._on(device):
                 for place, stream in enumerate(streams):
                     if ask(stream, byref(status)) or status.value:
@@ -258,15 +240,6 @@ class CudaDriver:
                         self._streams[device] = [*streams[:place], *streams[place + 1 :], stream]
                         return True
         return False
-
-    def _find_streams(self, device: int) -> list[c_void_p]:
-        pools = {
-            torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
-            for priority in _PRIORITIES
-            for _ in range(_STREAMS_OF_TORCH)
-        }
-        self._streams[device] = [c_void_p(stream) for stream in (0, *pools)]
-        return self._streams[device]
 
     def current_stream(self, device: int) -> int:
         """The calling thread's current stream."""

@@ -22,10 +22,7 @@ _POLL_S = 0.0002
 
 @dataclass(slots=True)
 class Held:
-    """The owners of memory that copies read and write, and the event after these.
-
-    The event is None before it is recorded; both are None once it is done.
-    """
+    """Owners of memory that copies read and write, and the event after these; both None once it is done."""
 
     event: Event | None
     kept: object
@@ -92,8 +89,7 @@ class DeviceGuard(Guard):
     def record_end(self, held: Held, stream: int, device: int) -> None:
         """Let go of it when the copies that are queued on a stream now are done.
 
-        Raises:
-            DriverError: If their end cannot be known. Then all that waits for it is kept.
+        Raises `DriverError` if their end cannot be known. Then all that waits for it is kept.
         """
         try:
             held.event = self.driver.record(stream, device)

@@ -87,9 +87,8 @@ _told: set[str] = set()
 def pin(driver: CudaDriver, extent: Extent) -> str | None:
     """Page-lock a mapping, if that is allowed.
 
-    Returns:
-        A warning the first time that it is not; else "". None if the mapping must not be used: other memory
-        was registered at its addresses and is gone, so a device would read that. It stays mapped for good.
+    Returns a warning the first time that it is not; else "". None if the mapping must not be used: other
+    memory was registered at its addresses and is gone, so a device would read that. It stays mapped for good.
     """
     release_postponed()
     limit_nbytes = memory_headroom().limit_nbytes // 2  # for all loaders, of the machine's or the cgroup's

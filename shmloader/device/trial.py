@@ -25,10 +25,9 @@ _kept: list[object] = []  # the device may still read it, or it is still registe
 def why_unusable(driver: CudaDriver, device: int) -> str | None:
     """Copy page-locked bytes to a device on a stream of their own, twice, and read them back.
 
-    Returns:
-        The reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory cannot
-        be locked, of which `pinned.pin` tells. None if the device is busy with the program's work, or if a
-        graph was captured meanwhile.
+    Returns the reason why batches must not rely on the driver; "" if the bytes have arrived, or if memory
+    cannot be locked, of which `pinned.pin` tells. None if the device is busy with the program's work, or if a
+    graph was captured meanwhile.
     """
     try:
         if not _waited(driver, [driver.record_all(device)], MOST_BUSY_S):

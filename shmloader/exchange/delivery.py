@@ -33,12 +33,7 @@ class Delivery:
     early; its task counts as unreturned until it is returned, so that neither the sampler nor the loader's
     state sees a difference.
 
-    Args:
-        exchange: The iterator's. Its table gets its guard now. Call this after workers were forked, since it
-            initialises CUDA.
-        pin_memory: Whether the program has asked for pinned batches.
-        pin_device: The kind of device that torch's iterator pins for; None if it leaves that to torch.
-        device: The device that batches are copied to, or None.
+    Made after workers were forked, since it initialises CUDA.
     """
 
     def __init__(
@@ -47,8 +42,8 @@ class Delivery:
         self._exchange = exchange
         self._table = exchange.table
         self._driver: CudaDriver | None = None
-        self._pin_memory = pin_memory
-        self._pin_device = pin_device
+        self._pin_memory = pin_memory  # whether the program has asked for pinned batches
+        self._pin_device = pin_device  # that torch's iterator pins for; None if it leaves that to torch
         self._device = device = None if device is None else numbered(device)
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._is_capturing = is_capturing
@@ -126,7 +121,7 @@ class Delivery:
         # the mode "global". While a graph is captured the batch is a private copy, or private memory.
         is_captured = self._is_capturing if self._driver is None else self._driver.captures_open
         if (not is_pinned or (self._pin_memory and not is_plain(batch))) and not is_captured():
-            self._exchange.counters.pin_copies += not is_pinned
+            self._exchange.counters.add(pin_copies=not is_pinned)
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)
 

@@ -41,6 +41,7 @@ from shmloader.wire.records import (
     INLINE_NBYTES,
     PUBLISHED,
     SPIN_NS,
+    BatchTimes,
     EpochBegun,
     PieceReady,
     StreamEnded,
@@ -56,19 +57,8 @@ from shmloader.workers import Worker, Workers
 class Exchange:
     """Sends tasks to the workers of one iterator, and receives their answers.
 
-    Args:
-        table: The places.
-        workers: The workers.
-        lifecycle: The iterator's, told while this sleeps.
-        restarts: Workers that may be replaced.
-        timeout_s: Seconds without any answer, after which the worker of the due batch is replaced, or
-            `WorkerTimeout` raised; 0 for never.
-
-    Attributes:
-        counters: The loader's.
-        ended_streams: Workers that have reported, since this was last emptied, that their dataset is
-            exhausted.
-        joining: Workers that were added later and have sent no record yet.
+    After ``timeout_s`` without any answer the worker of the due batch is replaced, or `WorkerTimeout` raised;
+    0 is for never.
     """
 
     def __init__(
@@ -78,8 +68,9 @@ class Exchange:
         self.workers = workers
         self.lifecycle = lifecycle
         self.counters = table.counters
+        # Workers that have reported, since this was last emptied, that their dataset is exhausted.
         self.ended_streams: list[int] = []
-        self.joining: set[int] = set()
+        self.joining: set[int] = set()  # workers that were added later and have sent no record yet
         self._restarts_left = restarts
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
@@ -162,8 +153,7 @@ class Exchange:
     def receive_from(self, worker_id: int) -> bool:
         """Receive one worker's records; return whether there were any. Does not sleep.
 
-        Raises:
-            WorkerDied: If it has ended and is not to be replaced; the others are stopped.
+        Raises `WorkerDied` if it has ended and is not to be replaced; the others are stopped.
         """
         worker = self.workers.workers[worker_id]
         records = worker.receive()
@@ -176,10 +166,7 @@ class Exchange:
         return records != b""
 
     def receive(self, due_from: int | None = None) -> None:
-        """Sleep until any worker has sent a record, and receive it.
-
-        Args:
-            due_from: The worker that has the next batch, to blame for a timeout.
+        """Sleep until any worker has sent a record, and receive it; ``due_from`` is blamed for a timeout.
 
         Raises:
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
@@ -240,7 +227,7 @@ class Exchange:
 
     def _note_wait(self, wait_ns: int) -> None:
         self._wait_ns = wait_ns
-        self.counters.wait_for_workers_ns += wait_ns
+        self.counters.note_wait(wait_ns)
 
     def _accept(self, worker: Worker, records: bytes) -> None:
         for begin in range(0, len(records), ANSWER_NBYTES):
@@ -249,9 +236,9 @@ class Exchange:
                     records, begin
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
-                self.counters.workers_wait_for_slots_ns += wait_ns
+                self.counters.note_answer(wait_ns, made_ns)
                 if flags & DETACHED:
-                    self.counters.detached += 1
+                    self.counters.add(detached=1)
             else:
                 self._accept_other(worker, records, begin)
 
@@ -265,6 +252,10 @@ class Exchange:
                 self.ended_streams.append(worker.worker_id)
         elif type(answer) is EpochBegun:
             self.joining.discard(worker.worker_id)
+        elif type(answer) is BatchTimes:
+            place, recorder = self.table.unreturned.get(answer.seq), self.counters.recorder
+            if place is not None and recorder is not None:
+                recorder.note_times(worker.worker_id, answer, place.payload)
 
     # --- workers that die or do not answer
 
@@ -279,7 +270,7 @@ class Exchange:
             worker, silent_s, self.table, self.workers, self.lifecycle, self._restarts_left
         )
         self._restarts_left -= 1
-        self.counters.worker_restarts += 1
+        self.counters.add(worker_restarts=1)
         self.joining.discard(fresh.worker_id)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]

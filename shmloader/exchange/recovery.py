@@ -6,14 +6,16 @@ which it died is blamed, and two deaths at one batch are an error.
 
 from __future__ import annotations
 
-from typing import NoReturn
+import logging
 
+from shmloader.errors import WorkerTimeout
 from shmloader.indices.packed_indices import PackedInts, unpack_index_batch
 from shmloader.interrupts import Lifecycle
 from shmloader.messages import shown
 from shmloader.slots import Place, PlaceTable
-from shmloader.workers import Worker, Workers, log_replacement, worker_timeout
+from shmloader.workers import Worker, Workers
 
+_log = logging.getLogger("shmloader")
 _MOST_DEATHS = 2  # a batch at which so many workers have died is not tried again
 
 
@@ -41,11 +43,13 @@ def replace(
     """
     held = table.making(worker.worker_id)
     culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id]) else None
-    deaths = 1 if culprit is None else table.count_death(culprit)
+    deaths = 1 if culprit is None else culprit.count_death()
     if not restarts_left or deaths >= _MOST_DEATHS:
-        _fail(worker, silent_s, table, workers, lifecycle, deaths)
-    stack = "" if silent_s is None else workers.stack_of(worker)
-    pid = worker.pid
+        # No local variable: its traceback refers to this frame, and so to the iterator and the dataset.
+        if silent_s is None:
+            raise lifecycle.expect(_death(worker, table, workers, deaths))
+        raise lifecycle.expect(_timeout(worker, silent_s, table, workers, deaths))
+    pid, stack = worker.pid, "" if silent_s is None else f"\n{workers.stack_of(worker)}"
     try:
         fresh = workers.restart(worker)
     except Exception as error:
@@ -53,36 +57,42 @@ def replace(
         error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
         lifecycle.expect(error)
         raise
-    index_batch = None if culprit is None else _indices(culprit)
-    log_replacement(fresh, pid, index_batch, silent_s, restarts_left - 1, stack)
+    _log.warning(
+        "shmloader worker %d (pid %d) %s %s and was replaced by pid %d; %d more restart(s).%s",
+        fresh.worker_id,
+        pid,
+        "died" if silent_s is None else f"was silent for {silent_s} s",
+        "while it made no batch" if culprit is None else f"at the index batch {shown(_indices(culprit))}",
+        fresh.pid,
+        restarts_left - 1,
+        stack,
+    )
     return fresh
 
 
-def _fail(
-    worker: Worker,
-    silent_s: float | None,
-    table: PlaceTable,
-    workers: Workers,
-    lifecycle: Lifecycle,
-    deaths: int,
-) -> NoReturn:
-    """Raise `WorkerDied` or `WorkerTimeout` for a worker; ``deaths`` are those at its first task."""
-    why = ""
-    if deaths > 1 and silent_s is None:
-        why = f"{deaths} workers have ended at the first of its index batches."
-    elif deaths > 1:
-        why = "Another worker has ended at the first of its index batches before."
-    if silent_s is not None:
-        waiting_for = tuple(map(_indices, table.making()))
-        raise lifecycle.expect(worker_timeout(workers, worker, silent_s, waiting_for, why))
+def _death(worker: Worker, table: PlaceTable, workers: Workers, deaths: int) -> Exception:
+    """The error for a worker that has died, once all are stopped; ``deaths`` are those at its first task."""
+    why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else ""
     indices = tuple(map(_indices, table.making(worker.worker_id)))
     error = workers.died(worker, indices, table.report(), why)
     workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
     table.close()
-    try:
-        raise lifecycle.expect(error)
-    finally:
-        del error  # whose traceback refers to this frame, and so to the iterator and the dataset
+    return error
+
+
+def _timeout(
+    worker: Worker, silent_s: float, table: PlaceTable, workers: Workers, deaths: int
+) -> WorkerTimeout:
+    """The error for workers that do not answer, with the stack of the one that is to make the next batch."""
+    why = "Another worker has ended at the first of its index batches before. " if deaths > 1 else ""
+    outstanding = shown(tuple(map(_indices, table.making())))
+    return WorkerTimeout(
+        f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
+        f"has finished a batch. {why}"
+        "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
+        f"where. The next is due from worker {worker.worker_id} ({worker.place}); "
+        f"outstanding index batches: {outstanding}\n{workers.stack_of(worker)}"
+    )
 
 
 def _indices(place: Place) -> object:

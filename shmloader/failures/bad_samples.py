@@ -1,7 +1,6 @@
 """Bad samples: samples that raise, and without which the loader continues (``on_error``).
 
-The process that fetches leaves a bad sample out, or puts another in its place. What there is to tell,
-and an exception, comes as a `Report` in place of the batch. The main process counts, and warns once.
+The process that fetches leaves them out or replaces them, and reports; the main process counts and warns.
 """
 
 from __future__ import annotations
@@ -32,31 +31,19 @@ _EXAMPLES = 3
 _NOT_A_SAMPLES_FAULT = (MemoryError, torch.OutOfMemoryError, LoaderError)
 
 
-class _LeftOut:
-    """Stands for a batch that had no good sample; the class itself, which arrives as the same object."""
-
-
-LEFT_OUT = _LeftOut
+class LEFT_OUT:  # noqa: N801 - the class itself, which arrives as the same object
+    """Stands for a batch that had no good sample."""
 
 
 class Report(NamedTuple):
-    """The record that crosses in a batch's place if there is more to tell than the batch.
+    """The record that crosses in a batch's place if there is more to tell than the batch."""
 
-    Attributes:
-        batch: The batch, or `LEFT_OUT`; without meaning beside an error.
-        error: The exception raised in its place, by `exceptions.capture`; empty for none.
-        bad_samples: Pickled list of `BadSample`, so that no index holds a slot's memory; empty for none.
-        one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
-        stream: For a stream, its place after the batch (`wire.stream_records.StreamReport`); else None.
-        placed: What has changed in the worker's placement since its last report.
-    """
-
-    batch: Any = None
-    error: bytes = b""
-    bad_samples: bytes = b""
-    one_by_one: bool = False
-    stream: Any = None
-    placed: tuple[PlacedSite, ...] = ()
+    batch: Any = None  # or `LEFT_OUT`; without meaning beside an error
+    error: bytes = b""  # the exception raised in its place, by `exceptions.capture`
+    bad_samples: bytes = b""  # a list of `BadSample`, pickled, so that no index holds a slot's memory
+    one_by_one: bool = False  # ``__getitems__`` raised, and the samples were fetched one by one
+    stream: Any = None  # the place of a stream after the batch (`wire.stream_records.StreamReport`)
+    placed: tuple[PlacedSite, ...] = ()  # what has changed in the worker's placement since its last report
 
 
 @dataclass
@@ -119,11 +106,7 @@ def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
 
 
 def is_a_samples_fault(error: Exception) -> bool:
-    """Whether one sample caused an exception: not if memory ran out, or a loader inside the dataset failed.
-
-    ``SystemExit``, ``KeyboardInterrupt`` and groups that hold one are not an ``Exception`` and do not come
-    here.
-    """
+    """Whether one sample caused an exception: not if memory ran out or a loader inside the dataset failed."""
     if isinstance(error, ExceptionGroup):
         return all(map(is_a_samples_fault, error.exceptions))
     return not isinstance(error, _NOT_A_SAMPLES_FAULT)

@@ -1,13 +1,10 @@
 """Exceptions on their way from a worker to the main process.
 
-An exception arrives with its class, arguments, attributes, notes, cause and context. The worker's traceback
-cannot be sent, so its text becomes a note. The constructor of the class is not called again, because it may
-take other arguments than those in ``args``. Three things cannot arrive unchanged:
-
-- An argument or attribute that cannot be pickled arrives as its ``repr``.
-- A class that cannot be imported is replaced by a stand-in: a new class of the same name and text, derived
-  from the nearest base that can be imported.
-- An exception that cannot be sent by these rules is replaced by a stand-in without its attributes.
+An exception arrives with its class, arguments, attributes, notes, cause and context, and with the text of the
+worker's traceback as a note. The constructor of the class is not called again, because it may take other
+arguments than those in ``args``. What cannot be pickled arrives as its ``repr``. A class that cannot be
+imported, and an exception that cannot be sent, are replaced by a stand-in: a new class of the same name and
+text, derived from the nearest base that can be imported.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
         if by_default_collate or _OF_SIZES.search(str(error)):
             column = list(samples)
             # Shapes first, everywhere: they are the reason more often than dtypes.
-            found = _find(column, _shape) or _find(column, _format)
+            found = _find(column, _kind) or _find(column, _format)
             if found is not None:
                 add_note(error, _say(*found, names))
                 if by_default_collate:
@@ -56,22 +56,19 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
 
 
 def _find(
-    column: list[Any], describe: Callable[[Any, Any], str], path: str = "batch", depth: int = _MOST_NESTED
+    column: list[Any], describe: Callable[[Any], str], path: str = "batch", depth: int = _MOST_NESTED
 ) -> tuple[str, list[str]] | None:
-    """The first place where the items of a column differ, with a description of each ("shape (3, 4)").
-
-    Each is described relative to the first item.
-    """
+    """The first place where the items of a column differ, with a description of each ("shape (3, 4)")."""
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
         return None  # strings are not joined, and anything may stand beside them
     kind: Any = next((kind for kind in (Mapping, Sequence) if isinstance(first, kind)), None)
     if kind is None:
-        each = [describe(item, first) for item in column]
+        each = [describe(item) for item in column]
         unjoinable = not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number)
         return (path, each) if unjoinable or len(set(each)) > 1 else None
     if not all(isinstance(item, kind) and not isinstance(item, str | bytes) for item in column):
-        return path, [f"type {type(item).__name__}" for item in column]
+        return path, [_kind(item) for item in column]
     if kind is Sequence and len(set(map(len, column))) > 1:
         return path, [f"length {len(item)}" for item in column]
     for key, place in _places(first):
@@ -91,26 +88,19 @@ def _places(container: Any) -> Iterator[tuple[Any, str]]:
     return ((n, f"[{n}]" if fields is None else f".{fields[n]}") for n in range(len(container)))
 
 
-def _shape(item: Any, first: Any) -> str:
-    """Describe an item by the properties that must be equal for torch to stack it with the first one."""
-    if isinstance(first, torch.Tensor | np.ndarray):
-        # Beside an ndarray torch converts others to tensors; beside a tensor it takes only tensors.
-        fits = isinstance(item, torch.Tensor) or (isinstance(first, np.ndarray) and hasattr(item, "shape"))
-        return f"shape {tuple(item.shape)}" if fits else f"type {type(item).__name__}"
-    if isinstance(first, Number | np.generic):
-        scalar = isinstance(item, Number | np.generic) or getattr(item, "shape", None) == ()
-        return "a number" if scalar else f"type {type(item).__name__}"
-    return f"type {type(item).__name__}"
+def _kind(item: Any) -> str:
+    """Describe an item by what must be equal for torch to join it with others."""
+    if isinstance(item, torch.Tensor | np.ndarray):
+        return f"shape {tuple(item.shape)}"
+    return "a number" if isinstance(item, Number | np.generic) else f"type {type(item).__name__}"
 
 
-def _format(item: Any, first: Any) -> str:
-    """Describe an item by the properties that must also be equal once shapes agree."""
-    if isinstance(first, torch.Tensor) and isinstance(item, torch.Tensor):
+def _format(item: Any) -> str:
+    """Describe a tensor or array by what must also be equal once shapes agree."""
+    if isinstance(item, torch.Tensor):
         grad = ", requiring grad" if item.requires_grad else ""
         return f"dtype {item.dtype}{grad}, {item.layout}, on {item.device}"
-    if isinstance(first, np.ndarray):
-        return f"dtype {getattr(item, 'dtype', type(item).__name__)}"
-    return ""
+    return f"dtype {item.dtype}" if isinstance(item, np.ndarray) else ""
 
 
 def _say(path: str, each: list[str], names: list[str]) -> str:

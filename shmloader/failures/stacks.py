@@ -1,7 +1,6 @@
 """Python stacks of a worker process that does not answer, asked for by a signal.
 
-``faulthandler`` writes the worker's answer. It needs neither the interpreter lock nor the worker's
-cooperation, so it works in the middle of a C function that never returns.
+``faulthandler`` writes the answer, without the interpreter lock: also in a C function that never returns.
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ class StackFile:
 
 
 def answers(pid: int) -> bool:
-    """Whether a process has a handler for stack requests: a worker installs it with its first steps.
-
-    Linux lists the signals for which a process has handlers. Without such a list the answer is no.
-    """
+    """Whether a process has a handler for stack requests, by Linux's list: a worker soon installs it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

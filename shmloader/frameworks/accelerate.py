@@ -1,8 +1,7 @@
 """accelerate under ``install()``: the loaders that it builds from others keep their options.
 
-`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict in
-that module names. The loader's own options are added to the dict, and the class is replaced, in that module
-only.
+`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict
+names. The loader's own options are added to the dict, and the class is replaced, in that module only.
 """
 
 from __future__ import annotations
@@ -98,23 +97,13 @@ def _is_idle(adapter: Any) -> bool:
 
 def _set_epoch(set_epoch: Any, adapter: Any, epoch: int) -> None:
     """``set_epoch`` of accelerate's loaders, which tells the dataset in workers too."""
-    set_epoch(_Telling(adapter), epoch)
-
-
-class _Telling:
-    """One of accelerate's loaders, whose dataset is told of an epoch through the loader inside."""
-
-    def __init__(self, adapter: Any) -> None:
-        vars(self)["adapter"] = adapter
-
-    def __getattr__(self, name: str) -> Any:
-        value, loader = getattr(self.adapter, name), self.adapter.base_dataloader
-        if name != "dataset" or not hasattr(value, "set_epoch"):
-            return value
-        return SimpleNamespace(set_epoch=loading_of(loader).set_dataset_epoch)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.adapter, name, value)
+    if hasattr(adapter.dataset, "set_epoch"):
+        told = loading_of(adapter.base_dataloader).set_dataset_epoch
+        vars(adapter)["dataset"] = SimpleNamespace(set_epoch=told)
+    try:
+        set_epoch(adapter, epoch)
+    finally:
+        vars(adapter).pop("dataset", None)
 
 
 def _is_wanted(adapter: Any) -> bool:
@@ -143,10 +132,7 @@ def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
 
 
 def _fetch(fetch: Any, adapter: Any, iterator: Any) -> Any:
-    """Read the batches that all ranks get next; the state is that before the first of them.
-
-    accelerate takes the state before the last one, and corrects only torchdata's.
-    """
+    """Read the batches that all ranks get next; the state is that before the first, not before the last."""
     adapter._update_state_dict()  # noqa: SLF001
     vars(adapter)[_UPDATE] = lambda: None
     try:

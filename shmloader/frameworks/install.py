@@ -19,6 +19,7 @@ from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.frameworks.accelerate import patch_accelerate
 from shmloader.frameworks.lightning import forget_states, patch_lightning
 from shmloader.frameworks.patches import Patches
+from shmloader.frameworks.ray import patch_ray
 from shmloader.frameworks.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
@@ -33,15 +34,13 @@ _TORCHS = torch.utils.data.DataLoader
 def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     """Let every ``torch.utils.data.DataLoader`` of this process load through slots.
 
-    It holds for the program's own loaders, for those that frameworks make (accelerate, Trainer, Lightning,
-    ignite) and for all subclasses (PyG, MONAI, timm), also if they were imported or made before. Batches are
-    the same. Each such loader gets ``statistics()`` and ``close()``. `shmloader.set_epoch` reaches their
-    persistent workers; so do the calls of accelerate and Lightning at the beginning of an epoch. Existing
-    iterators continue unchanged.
+    It holds for the program's own loaders, for those that frameworks make and for all subclasses, also if
+    they were imported or made before. Batches are the same. Each such loader gets ``statistics()`` and
+    ``close()``. `shmloader.set_epoch`, and the calls of accelerate and Lightning when an epoch begins, reach
+    their persistent workers. Existing iterators continue unchanged.
 
-    Two kinds of loader stay as they are: those whose iterator is not torch's (``StatefulDataLoader`` of
-    torchdata), and, with one warning, those whose workers are threads that pose as processes
-    (``ThreadDataLoader`` of MONAI with ``use_thread_workers``).
+    Two kinds of loader stay as they are: those whose iterator is not torch's (torchdata's), and, with one
+    warning, those whose workers are threads that pose as processes (MONAI's ``use_thread_workers``).
 
     Call it at the top of the program, or as ``with shmloader.install():``. A second call replaces the
     options.
@@ -67,26 +66,23 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     """
     unknown = options.keys() - OWN_DEFAULTS.keys()
     if unknown:
-        known = ", ".join(name for name in OWN_DEFAULTS if name not in _OF_ONE_LOADER)
+        known = ", ".join(name for name in OWN_DEFAULTS if name != "shard")
         raise TypeError(f"install() has no option {', '.join(sorted(unknown))}: it has {known}")
-    for name, instead in _OF_ONE_LOADER.items():
-        if options.get(name, OWN_DEFAULTS[name]) != OWN_DEFAULTS[name]:
-            raise ValueError(f"install({name}={options[name]!r}) is not possible: {instead}")
+    if options.get("shard") is not None:
+        raise ValueError(
+            f"install(shard={options['shard']!r}) is not possible: batches would be others than torch's. "
+            "Make the loader with shmloader.DataLoader(shard=...)"
+        )
     _check(options, torch.utils.data.Dataset(), True, None)
+    global _options  # noqa: PLW0603 - there is one torch
     before = None if _options is None else {"stateful": states_are_added(), **_options}
+    restore = contextlib.ExitStack()
+    restore.callback(uninstall if before is None else functools.partial(install, **before))
     if WHY_NOT_INSTALLED:
         text = unavailable("shmloader.install()", WHY_NOT_INSTALLED)
         warn_once(f"{text} Loaders of torch's class load torch's way; shmloader.DataLoader is not affected.")
-    else:
-        _install(options, stateful=stateful, again=before is not None)
-    restore = contextlib.ExitStack()
-    restore.callback(uninstall if before is None else functools.partial(install, **before))
-    return restore
-
-
-def _install(options: dict[str, Any], *, stateful: bool, again: bool) -> None:
-    global _options  # noqa: PLW0603 - there is one torch
-    if not again:
+        return restore
+    if before is None:
         _patch()
     _options = options
     _states.undo()
@@ -94,9 +90,17 @@ def _install(options: dict[str, Any], *, stateful: bool, again: bool) -> None:
     if stateful:
         _states.replace(_TORCHS, "load_state_dict", DataLoader.load_state_dict)
         _states.replace(_TORCHS, "state_dict", state_dict)
+        _states.replace(_TORCHS, "follow", DataLoader.follow)
     _warned.clear()
     patch_accelerate(_patches)
+    _patch_imported()
+    return restore
+
+
+def _patch_imported() -> None:
+    """Patch frameworks that may have been imported since; accelerate reads an attribute that tells."""
     patch_lightning(_patches)
+    patch_ray(_patches)
 
 
 def uninstall() -> None:
@@ -112,11 +116,6 @@ def uninstall() -> None:
     _patches.undo()
 
 
-_OF_ONE_LOADER = {
-    "shard": "batches would be others than torch's. Make the loader with shmloader.DataLoader(shard=...)",
-}
-"""Options that belong to one loader, each with the reason and the alternative."""
-
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
 _sharing: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose dataset was shared
@@ -130,7 +129,7 @@ def _patch() -> None:
     @never_compiled
     def __iter__(loader: Any) -> Any:  # noqa: N807
         if _options is not None:
-            patch_lightning(_patches)  # which may have been imported meanwhile
+            _patch_imported()
             if not isinstance(loader, DataLoader):
                 return loading_of(loader).iterate(functools.partial(torchs_iter, loader))
         return torchs_iter(loader)
@@ -145,7 +144,7 @@ def _patch() -> None:
         return torchs_get_iterator(loader) if iterator is None else iterator
 
     def check_worker_number_rationality(loader: Any) -> None:
-        patch_lightning(_patches)  # when a loader is made, which may have been imported meanwhile
+        _patch_imported()  # when a loader is made
         torchs_check(loader)
 
     for name in OWN_DEFAULTS:
@@ -154,6 +153,7 @@ def _patch() -> None:
     _patches.replace(_TORCHS, "__iter__", __iter__)
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
     _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
+    _patches.replace(_TORCHS, "profile", DataLoader.profile)
     _patches.replace(_TORCHS, "close", DataLoader.close)
     flag = PreparedFlag(lambda _: patch_accelerate(_patches))  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):
@@ -200,7 +200,8 @@ def _warn_of_options(loader: Any) -> None:
         reason = None if name in _warned or not loader.num_workers else _why_not(name, value, loader)
         if reason is not None:
             _warned.add(name)
-            warn(f"install({name}={value!r}) has no effect on a loader of {_type(loader.dataset)}: {reason}.")
+            dataset = type(loader.dataset).__qualname__
+            warn(f"install({name}={value!r}) has no effect on a loader of {dataset}: {reason}.")
 
 
 def _share_dataset(loader: Any) -> None:
@@ -215,11 +216,7 @@ def _has_threads(loader: Any) -> bool:
     kind = threads_of(loader.multiprocessing_context)
     if kind is not None:
         warn_once(
-            f"shmloader.install() leaves {_type(loader)} to torch: its workers are threads that pose as "
-            f"processes ({kind.__qualname__}), which cannot write to slots."
+            f"shmloader.install() leaves {type(loader).__qualname__} to torch: its workers are threads that "
+            f"pose as processes ({kind.__qualname__}), which cannot write to slots."
         )
     return kind is not None
-
-
-def _type(instance: object) -> str:
-    return type(instance).__qualname__

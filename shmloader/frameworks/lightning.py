@@ -1,9 +1,9 @@
 """Lightning under ``install()``: datasets hear of epochs, and a last batch's checkpoint begins the next one.
 
-What Lightning tells samplers at the beginning of an epoch, datasets hear too.
-
 Lightning leaves an epoch after the last batch that it wants, without asking the loader for one more. Only it
 knows which batch that is. So a state that is saved then is made that of the next epoch's beginning.
+
+Of a loader without a length it reads one batch ahead. A state is then that before this batch.
 """
 
 from __future__ import annotations
@@ -66,31 +66,31 @@ def _save(save: Any, loop: Any) -> Any:
     saved = save(loop)
     states = saved.get("combined_loader")  # None before the loop has its loaders
     for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True) if states else ()):
-        if "sampler_settings" in state and isinstance(loader, torch.utils.data.DataLoader):
+        if _is_ours(state) and isinstance(loader, torch.utils.data.DataLoader):
+            loading, ahead = loading_of(loader), len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
             if loop.epoch_loop.batch_progress.is_last_batch:
-                epoch = loop.epoch_progress.current.started
-                states[place] = loading_of(loader).state_after_epoch(epoch)
+                states[place] = loading.state_after_epoch(loop.epoch_progress.current.started)
+            elif ahead:  # it reads loaders without a length ahead
+                states[place] = loading.state_dict(max(loading.states.returned - ahead, 0))
             warn_of_one_rank(loader, states[place], "Lightning")
     return saved
 
 
 def _load(load: Any, loop: Any) -> None:
-    """Load the states of a checkpoint, or refuse those that earlier versions wrote and that are not right."""
-    to_load = loop._combined_loader_states_to_load if loop.restarting else []  # noqa: SLF001
-    states = [state for state in to_load if "sampler_settings" in state]
-    goes_on = any(state["batches"] and not state["finished"] for state in states)
-    why = ""
-    if states and not _with_states(loop):
-        why = "has states, from install(stateful=True) or a shmloader 0.1.0 that always added them: call that"
-    elif goes_on and loop.epoch_loop.batch_progress.is_last_batch:
-        why = "is of an epoch's last batch, and was written without install(), or by a shmloader 0.1.0 that "
-        why += "did not know of last batches: resume from another step"
-    if why:
+    """Load the states of a checkpoint; refuse one of an epoch's last batch that `_save` has not seen."""
+    states = loop._combined_loader_states_to_load if loop.restarting else []  # noqa: SLF001
+    goes_on = any(state["batches"] and not state["finished"] for state in states if _is_ours(state))
+    if goes_on and loop.epoch_loop.batch_progress.is_last_batch:
         raise ResumeError(
-            f"the checkpoint {why}, or delete ['loops']['fit_loop']['state_dict']['combined_loader'] from it "
-            "to begin an epoch, as with torch's loader"
+            "the checkpoint is of an epoch's last batch, and was written without install(): resume from "
+            "another step, or delete ['loops']['fit_loop']['state_dict']['combined_loader'] from it to begin "
+            "an epoch"
         )
     load(loop)
+
+
+def _is_ours(state: Any) -> bool:
+    return "sampler_settings" in state
 
 
 def _with_states(loop: Any) -> list[Any]:

@@ -39,7 +39,7 @@ def warn_of_one_rank(loader: Any, state: Mapping[str, Any], framework: str) -> N
         warn_once(f"{framework} saves one state of a loader of {dataset} for {ranks} ranks, and {ONE_RANK}.")
 
 
-def state_dict(loader: Any) -> dict[str, Any]:
+def state_dict(loader: Any, *, taken: int | None = None) -> dict[str, Any]:
     """The program's place in the epoch; see `DataLoader.state_dict`.
 
     The state is empty if the place is unknown, and a warning says so.
@@ -51,7 +51,7 @@ def state_dict(loader: Any) -> dict[str, Any]:
                 "it makes its iterator itself, or its workers are threads that pose as processes"
             )
         check_resumable(loader.dataset, loader.num_workers)
-        return loading_of(loader).state_dict()
+        return loading_of(loader).state_dict(taken)
     except ResumeError as error:
         dataset = type(loader.dataset).__qualname__
         warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from shmloader.errors import warn_once
-from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, int_array
+from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, Run, int_array
 from shmloader.indices.samplers import draw_seed
 from shmloader.torch_private import unavailable
 
@@ -37,11 +37,10 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     beginning takes no longer than skipping few.
 
     Returns:
-        None if this is not exactly torch's `BatchSampler` over one of the samplers in `_CHUNKS` (a
-        `RandomSampler` without replacement, a `SubsetRandomSampler` of a list of ints), if its batches are
-        small and none is to be skipped, or if the program or torch has changed these classes
-        (`why_unlike_torchs`). None also for skipping batches of samplers that draw from the global
-        generator itself, which is as it was in the state only now, or that are not torch's.
+        None if this is not exactly torch's `BatchSampler` over one of the samplers in `_CHUNKS`, if its
+        batches are small and none is to be skipped, or if the program or torch has changed these classes.
+        None also for skipping batches of samplers that draw from the global generator itself, which is as it
+        was in the state only now, or that are not torch's.
     """
     if type(index_sampler) is not BatchSampler or type(index_sampler.batch_size) is not int:
         return None
@@ -65,6 +64,27 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     return None
 
 
+def index_runs(index_sampler: Any) -> Iterator[Run] | None:
+    """Iterate over index batches as `index_arrays` does, where each is a run; else None."""
+    arrays = index_arrays(index_sampler)
+    return _runs(index_sampler) if arrays and type(index_sampler.sampler) is SequentialSampler else None
+
+
+def _runs(sampler: BatchSampler) -> Iterator[Run]:
+    """Iterate as `_batches` does over a ``SequentialSampler``."""
+    inner: Any = sampler.sampler
+    begin, length = 0, len(inner.data_source)
+    drop_last, batch_size = sampler.drop_last, sampler.batch_size
+    while begin < length:
+        if not drop_last:
+            batch_size = sampler.batch_size
+        end = begin + batch_size
+        if end <= begin or (end > length and drop_last):
+            return
+        yield Run(begin, min(end, length))
+        begin = end
+
+
 def _is_of_ints(indices: Any) -> bool:
     kind = type(indices)
     return kind is range or (kind in (list, tuple) and set(map(type, indices)) == {int})
@@ -77,56 +97,56 @@ def why_unlike_torchs(kind: type) -> str | None:
     The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
     once for each class, and leaves the global generator as it was.
     """
-    state = torch.get_rng_state()
-    generator = torch.Generator()
+    before, generator = torch.get_rng_state(), torch.Generator()
     begin = generator.get_state()
 
     def trace(iterate: Callable[[Any], Iterator[Any]], sampler: BatchSampler) -> list[Any]:
-        torch.set_rng_state(state)
+        torch.set_rng_state(before)
         generator.set_state(begin)
         steps: list[Any] = []
         batches = iterate(sampler)
         while not steps or steps[-1][0] is not None:
             batch = next(batches, None)
-            indices = batch.tolist() if isinstance(batch, PackedInts) else batch
             states = [one.numpy().tobytes() for one in (torch.get_rng_state(), generator.get_state())]
+            indices = None if batch is None else list(batch)
             steps.append((indices, states, getattr(sampler.sampler, "epoch", None)))
         return steps
 
-    data: Any = range(7)
-    arguments: list[dict[str, Any]] = [{}]
-    if kind is RandomSampler:
-        arguments += [{"num_samples": 17}, {"generator": generator}]
-    elif issubclass(kind, RandomSampler):
-        arguments = [{"data_seed": 5}, {"num_samples": 17, "generator": generator}]
-    elif kind is SubsetRandomSampler:
-        data, arguments = [4, 9, 2, 6, 1], [{}, {"generator": generator}]
-    elif kind is WeightedRandomSampler:
-        data = [0.1, 2.0, 0.0, 1.0]
-        arguments = [{"num_samples": 8}, {"num_samples": 3, "replacement": False, "generator": generator}]
-    elif issubclass(kind, DistributedSampler):
-        arguments = [
-            {"num_replicas": replicas, "rank": 1, "shuffle": shuffle, "drop_last": drop, "seed": 3}
-            for replicas, shuffle, drop in itertools.product((2, 3, 20), (False, True), (False, True))
-        ]
     try:
         with torch.device("cpu"):  # whatever the program's default device is
-            for keywords, drop_last in itertools.product(arguments, (False, True)):
-                twice = [BatchSampler(kind(data, **keywords), 3, drop_last) for _ in range(2)]
-                if trace(iter, twice[0]) != trace(_batches, twice[1]):
+            for (data, given), drop_last in itertools.product(_arguments(kind, generator), (False, True)):
+                ours, torchs = (BatchSampler(kind(data, **given), 3, drop_last) for _ in range(2))
+                if trace(iter, torchs) != trace(_batches, ours):
                     return f"its {kind.__name__} or BatchSampler draws in another way"
     except Exception as error:  # noqa: BLE001 - samplers of an unknown torch
         return f"its samplers cannot be compared with ours: {error!r}"
     finally:
-        torch.set_rng_state(state)
+        torch.set_rng_state(before)
     return None
 
 
-def is_by_torch(method: Any, kind: type) -> bool:
-    """Whether a method of one of torch's classes is torch's own.
+def _arguments(kind: type, generator: torch.Generator) -> list[tuple[Any, dict[str, Any]]]:
+    """What small samplers of a class are made with, to be compared."""
+    data, own = range(7), {"generator": generator}
+    if kind is SequentialSampler:
+        return [(data, {})]
+    if kind is RandomSampler:
+        return [(data, {}), (data, {"num_samples": 17}), (data, own)]
+    if kind is SubsetRandomSampler:
+        return [([4, 9, 2, 6, 1], given) for given in ({}, own)]
+    if kind is WeightedRandomSampler:
+        weights = [0.1, 2.0, 0.0, 1.0]
+        return [(weights, {"num_samples": 8}), (weights, {"num_samples": 3, "replacement": False, **own})]
+    if issubclass(kind, RandomSampler):  # accelerate's
+        return [(data, {"data_seed": 5}), (data, {"num_samples": 17, **own})]
+    return [
+        (data, {"num_replicas": replicas, "rank": 1, "shuffle": shuffle, "drop_last": drop, "seed": 3})
+        for replicas, shuffle, drop in itertools.product((2, 3, 20), (False, True), (False, True))
+    ]
 
-    A function that a program puts in its place has other globals, also under ``functools.wraps``.
-    """
+
+def is_by_torch(method: Any, kind: type) -> bool:
+    """Whether a method of one of torch's classes is torch's own, by its globals, which ``wraps`` keeps."""
     return getattr(method, "__globals__", {}).get("__name__") == kind.__module__
 
 
@@ -210,8 +230,7 @@ def _share(sampler: DistributedSampler[Any], _: int, seed: int | None = None) ->
         yield np.array(list(sampler))  # torch's own raises its error
         return
     if sampler.shuffle:
-        generator = torch.Generator()
-        generator.manual_seed(sampler.seed + sampler.epoch if seed is None else seed)
+        generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch if seed is None else seed)
         order = torch.randperm(length, generator=generator).numpy()
     else:
         order = np.arange(length, dtype=np.int64)

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import zlib
 
 import numpy as np
 import torch
+
+from shmloader.errors import ResumeError
 
 _MOST_DRAWS = 1 << 27
 """Most numbers that are drawn again, to find a compact state or to set one: half a second."""
 
 _CHUNK = 1 << 13  # few enough for one thread: torch's others would wait for work on busy cores
 _NEXT = 8  # numbers that identify a state: 31 bits of each
-_DRAWN = re.compile(r"drawn (\d{1,20}) (\d{1,9})", re.ASCII)
-_WHOLE = "state "
 
 
 def digest_of(state: torch.Tensor | str) -> str:
@@ -61,31 +60,25 @@ class CompactStates:
                     self._known = seed, drawn + further, state
                     return f"drawn {seed} {drawn + further}"
         self._lost = seed
-        return f"{_WHOLE}{base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()}"
+        return f"state {base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()}"
 
 
 def set_to(compact_state: str, generator: torch.Generator) -> None:
     """Set a generator to a compact state.
 
     Raises:
-        ValueError: If the text is not a compact state, or one of another version of torch.
+        ResumeError: If it is a whole state, of a torch whose generators have others.
     """
+    kind, *parts = compact_state.split()
+    if kind == "drawn":
+        seed, drawn = map(int, parts)
+        generator.set_state(_draw(torch.Generator().manual_seed(seed), drawn).get_state())
+        return
+    state = zlib.decompress(base64.b64decode(parts[0]))
     try:
-        if found := _DRAWN.fullmatch(compact_state):
-            seed, drawn = int(found[1]), int(found[2])
-            if drawn > _MOST_DRAWS:
-                most = f"and at most {_MOST_DRAWS:,} are"  # it was not made here
-                raise ValueError(f"it asks for {drawn:,} numbers to be drawn again, {most}")
-            generator.set_state(_draw(torch.Generator().manual_seed(seed), drawn).get_state())
-        elif compact_state.startswith(_WHOLE):
-            state = zlib.decompress(base64.b64decode(compact_state[len(_WHOLE) :]))
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        else:
-            raise ValueError(
-                "it is neither 'drawn SEED COUNT' with two numbers nor 'state ' and a whole state"
-            )
-    except (RuntimeError, ValueError, zlib.error) as error:
-        raise ValueError(f"no state of a generator of this torch: {compact_state!r:.100}: {error}") from error
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except RuntimeError as error:
+        raise ResumeError(f"the state has that of a generator of another torch: {error}") from error
 
 
 def generator_at(state: torch.Tensor) -> torch.Generator:

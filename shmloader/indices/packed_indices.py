@@ -1,8 +1,7 @@
 """Index batches as they travel to a worker: many ints as an int64 array, others as a pickle.
 
 The array saves a pickler in the main process, which takes 30 µs and more if the program has done something
-else since the last batch. A worker that gathers rows needs an array anyway. For a tensor that is a view, only
-its own items are pickled.
+else since the last batch. A worker that gathers rows needs an array anyway.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import io
 import marshal
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,19 +31,29 @@ _ITEM = np.dtype([("letter", "u1"), ("value", "<i4")])
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
-
 BY_VALUE: list[type[Any]] = []
-"""Base classes of sequences in shared memory, which are pickled as lists. Their modules add them here.
-
-Index batches are kept as bytes and are read any number of times, or never, so no descriptor can be sent with
-them.
-"""
-
+"""Base classes of sequences in shared memory, which are pickled as lists: an index batch may be read any
+number of times, or never, so no descriptor can be sent with it. Their modules add them here."""
 
 PackedInts = memoryview
 """Packed ints of an index batch: 64 bits each, in native byte order. A program's own memoryview cannot be
 pickled, so in a worker there is no other kind."""
 _FORMATS = "lq"  # of such ints, by the platform
+
+
+class Run(NamedTuple):
+    """Consecutive indices of one batch, from 0 on; it is never sent to a worker."""
+
+    begin: int
+    end: int
+
+    def tolist(self) -> list[int]:
+        """The index batch as the sampler gives it."""
+        return list(range(self.begin, self.end))
+
+    def array(self) -> IntArray:
+        """The indices as a new array."""
+        return np.arange(self.begin, self.end, dtype=np.int64)
 
 
 def int_array(numbers: list[Any]) -> IntArray | None:
@@ -54,11 +63,13 @@ def int_array(numbers: list[Any]) -> IntArray | None:
     """
     if not numbers or type(numbers[0]) is not int or type(numbers[-1]) is not int:
         return None
-    with contextlib.suppress(ValueError):  # a type that marshal does not know
+    try:
         packed = marshal.dumps(numbers, _FORMAT)
-        letters = packed[_HEAD_NBYTES :: _ITEM.itemsize]
-        if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize and letters == _INT * len(numbers):
-            return np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
+    except ValueError:  # a type that marshal does not know
+        packed = b""
+    letters = packed[_HEAD_NBYTES :: _ITEM.itemsize]
+    if len(packed) == _HEAD_NBYTES + len(numbers) * _ITEM.itemsize and letters == _INT * len(numbers):
+        return np.frombuffer(packed, _ITEM, offset=_HEAD_NBYTES)["value"].astype(np.int64)
     with contextlib.suppress(OverflowError):
         if set(map(type, numbers)) == {int}:
             return np.array(numbers, np.int64)

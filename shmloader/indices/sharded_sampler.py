@@ -92,14 +92,18 @@ class ShardedSampler(DistributedSampler[int]):
         self._begin, self._loaded = self._loaded, (0, 0)
         return iter(self._indices_after(self._begin[0]).tolist())
 
-    def state_after(self, batches: int, batch_size: int) -> dict[str, int]:
-        """The state after a number of batches of the present epoch, in constant time.
+    def state_after(
+        self, batches: int, batch_size: int, begin: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """The state after a number of batches of an epoch, in constant time.
 
         Args:
             batches: Batches that each rank has had, those before a resumed state included.
             batch_size: Samples in each of them since then.
+            begin: The state that the epoch began with, if another one may have begun since.
         """
-        consumed, before = self._begin if batches >= self._begin[1] else (0, 0)
+        begun = self._begin if begin is None else (begin["consumed"], begin["batches"])
+        consumed, before = begun if batches >= begun[1] else (0, 0)
         consumed += (batches - before) * batch_size * self.num_replicas
         return {"consumed": min(consumed, len(self.dataset)), "batches": batches}  # type: ignore[arg-type]
 

@@ -17,15 +17,10 @@ _NOISE = 0.03  # of a sample's length: samples of lengths as close as that are i
 
 
 class Plan(NamedTuple):
-    """All batches of an epoch.
+    """All batches of an epoch."""
 
-    Attributes:
-        samples: Indices of samples, shape ``(samples,)``, batch after batch.
-        ends: Where each batch ends in ``samples``, shape ``(batches,)``.
-    """
-
-    samples: IntArray
-    ends: IntArray
+    samples: IntArray  # indices of samples, batch after batch
+    ends: IntArray  # where each batch ends in ``samples``
 
     def batch(self, number: int) -> list[int]:
         """The indices of one batch."""
@@ -130,16 +125,22 @@ class TokenBatchSampler(Sampler[list[int]]):
             return len(range(self.rank, left, self.num_replicas))
         return left // self.num_replicas + (self.uneven == "pad" and left % self.num_replicas > 0)
 
-    def state_after(self, batches: int, batch_size: int | None = None) -> dict[str, int]:
-        """The state after a number of batches of the present epoch, in constant time.
+    def state_after(
+        self, batches: int, batch_size: int | None = None, begin: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """The state after a number of batches of an epoch, in constant time.
 
         Args:
             batches: Batches that each rank has had, those before a resumed state included.
             batch_size: Not used; a `ShardedSampler` needs it.
+            begin: The state that the epoch began with, if another one may have begun since.
         """
-        consumed, before = self._begin if batches >= self._begin[1] else (0, 0)
+        begun = self._begin if begin is None else (begin["consumed"], begin["batches"])
+        consumed, before = begun if batches >= begun[1] else (0, 0)
         consumed += (batches - before) * self.num_replicas
-        return {"consumed": min(consumed, len(self.plan().ends)), "batches": batches}
+        if begin is None:  # the plan of another epoch may be shorter
+            consumed = min(consumed, len(self.plan().ends))
+        return {"consumed": consumed, "batches": batches}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Make the next iteration continue in its epoch from a state of any rank, of any number of ranks.

@@ -17,19 +17,17 @@ import torch
 
 from shmloader.errors import ResumeError
 from shmloader.failures.exceptions import forget_frames
+from shmloader.indices import samplers
 from shmloader.indices.packed_indices import pack_index_batch, with_packed_ints
-from shmloader.indices.samplers import (
-    repeats_its_order,
-    sampler_of_indices,
-    sampler_with_state,
-    sharded_sampler,
-)
 
 ADVICE = (
     "A sampler must draw the same order again: from a torch.Generator of its own, as its attribute "
     "`generator`, or from a seed and set_epoch(); or give it state_dict() and load_state_dict(), and call "
     "loader.state_dict() before the first epoch: then its state is read with each batch."
 )
+
+HISTORY = 1024
+"""Batches that were returned and whose checksums are kept, for a state after fewer batches than all."""
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
@@ -39,17 +37,14 @@ _log = logging.getLogger("shmloader")
 
 def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
-    known = isinstance(iterator, TrackedBatches) or repeats_its_order(index_sampler)
-    if known or sharded_sampler(index_sampler):
+    known = isinstance(iterator, TrackedBatches) or samplers.repeats_its_order(index_sampler)
+    if known or samplers.sharded_sampler(index_sampler):
         return iterator
     return TrackedBatches(index_sampler, iterator, resumed=resumed)
 
 
 class TrackedBatches(Iterator[Any]):
-    """Index batches of one epoch, from batch ``begin`` on.
-
-    If the sampler's own state at that batch was loaded, pass it as ``state``: some samplers return it only
-    once they are iterated over.
+    """Index batches of one epoch, from batch ``begin`` on, where the sampler's own ``state`` was loaded.
 
     In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
     """
@@ -65,10 +60,10 @@ class TrackedBatches(Iterator[Any]):
     ) -> None:
         self.follow(lambda: begin)
         self._resumed, self._told = resumed, False
-        self._name = type(sampler_of_indices(index_sampler)).__name__
+        self._name = type(samplers.sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
-        self._stateful = stateful = sampler_with_state(index_sampler)
-        self._oldest = self._drawn = begin
+        self._stateful = stateful = samplers.sampler_with_state(index_sampler)
+        self._begin = self._oldest = self._drawn = begin
         self._length = 0  # the sampler's own length, if it has one
         if stateful is not None:
             with contextlib.suppress(Exception):  # torch need not ask for it
@@ -86,10 +81,9 @@ class TrackedBatches(Iterator[Any]):
         """Follow the program.
 
         Args:
-            taken: Returns how many batches it has had; what is known of earlier ones is dropped.
+            taken: Returns how many batches it has had; of earlier ones only checksums are kept.
             reads_each: Returns whether to read the sampler's state after each batch; else before and after
-                the first one: with that, some samplers draw a seed, and with their last one they may begin
-                anew.
+                the first one: with that, some samplers draw a seed.
             looks: First batches that are checked in an epoch that is not resumed; `checksum` then warns.
         """
         self._taken, self._reads_each, self._looks = taken, reads_each, looks
@@ -122,9 +116,16 @@ class TrackedBatches(Iterator[Any]):
                 self._first, self._checksum = latest, 0
         self._after[drawn] = *latest, self._checksum
         while self._oldest < min(self._taken(), self._drawn) - 1:
-            self._after.pop(self._oldest, None)
+            self._forget(self._oldest)
             self._oldest += 1
         return index_batch
+
+    def _forget(self, drawn: int) -> None:
+        """Keep only the checksum of batches: a state after them is the first one, and a count."""
+        if drawn > self._begin:  # that before the first batch stays
+            self._after[drawn] = *self._first, self._checksum_at(drawn) or 0
+        if drawn - HISTORY > self._begin:
+            self._after.pop(drawn - HISTORY, None)
 
     def own_state(self, taken: int) -> tuple[int, Any, int | None]:
         """The sampler's own state for a program that has had ``taken`` batches, and the batches before it.
@@ -133,29 +134,34 @@ class TrackedBatches(Iterator[Any]):
 
         Normally that is the state after the last of them: a state before it may lack what the sampler draws
         for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
-        before it: with the one after it the sampler may have begun anew.
+        before it: with the one after it the sampler may have begun anew. If later batches came early to an
+        earlier program and are not drawn again yet, it is the state after the last that is drawn.
 
         Raises:
             ResumeError: If the sampler's state could not be taken.
         """
         wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
         if wanted not in self._after:  # the epoch was resumed after this batch, so there was another
-            wanted = taken
-        begin, state, _ = self._after[wanted]
+            wanted = min(taken, self._drawn)
+        begin, state, _ = self._after.get(wanted) or (*self._first, None)
         if isinstance(state, ResumeError):
             raise ResumeError(*state.args) from state.__cause__  # a new one: it gets a traceback
-        return begin, state, self._after[taken][2] if begin < wanted else None
+        return begin, state, self._checksum_at(taken) if begin < wanted else None
 
-    def checksum(self, taken: int) -> int:
+    def checksum(self, taken: int) -> int | None:
         """The checksum of the first ``taken`` batches, or of those after the sampler's own state.
 
-        Logs a warning, once, if the sampler cannot give the same batches again. It is an error only on
-        resuming, so that a program that only saves states is not stopped.
+        None if some of them are not drawn again yet, since an earlier program had them out of order.
+
+        Logs a warning, once, if the sampler cannot give the same batches again; resuming is the error.
         """
         if self._warning and not self._told:
             self._told = True
             _log.warning("a state in mid-epoch cannot be resumed from: %s", self._warning)
-        return self._after[taken][2]
+        return self._checksum_at(taken)
+
+    def _checksum_at(self, taken: int) -> int | None:
+        return self._after[taken][2] if taken in self._after else None
 
 
 def state_of(sampler: Any, before: Any = None) -> Any:
@@ -174,11 +180,11 @@ def state_of(sampler: Any, before: Any = None) -> Any:
 def pass_over_end(index_sampler: Any, make_state: Callable[[], Any]) -> None:
     """Have a sampler that was set to its own state from an epoch's end begin the next epoch.
 
-    There some samplers have begun anew already, and others give nothing once. A sampler may keep the state
-    that it is given, and change it: so ``make_state`` is to make a new one at each call.
+    There some samplers have begun anew already, and others give nothing once. A sampler may change the state
+    that it is given: so ``make_state`` makes a new one.
     """
     if list(itertools.islice(iter(index_sampler), 1)):
-        sampler_with_state(index_sampler).load_state_dict(make_state())
+        samplers.sampler_with_state(index_sampler).load_state_dict(make_state())
 
 
 def _state_or_error(sampler: Any, before: Any = None) -> Any:

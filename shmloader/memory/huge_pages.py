@@ -16,8 +16,7 @@ import sys
 import time
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.memory.mapping import HUGE_NBYTES, PAGE_NBYTES, map_aligned
-from shmloader.memory.platform import libc
+from shmloader.memory.mapping import HUGE_NBYTES, PAGE_NBYTES, libc, map_aligned
 
 _PIECE_NBYTES = 8 * HUGE_NBYTES  # asked for at once
 _MOST_PIECE_S = 0.025
@@ -37,10 +36,7 @@ def take_huge_pages(fd: int, offset: int, held_nbytes: int, nbytes: int) -> bool
 
     The part begins at ``offset``, a multiple of ``HUGE_NBYTES``; ``held_nbytes`` of it are reserved already,
     and may be in use; ``nbytes`` are wanted in all. Returns whether asking for more makes sense at the
-    moment.
-
-    Raises:
-        OSError: If the system gives no memory at all.
+    moment. Raises `OSError` if the system gives no memory at all.
     """
     global _refused  # noqa: PLW0603 - an answer of this host
     begin, end = held_nbytes // HUGE_NBYTES * HUGE_NBYTES, nbytes // HUGE_NBYTES * HUGE_NBYTES

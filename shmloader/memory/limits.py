@@ -1,5 +1,6 @@
-"""Limits of this host, as they are now: memory, descriptors, cores; None for limits that are unknown.
+"""Limits of this host, as they are now: memory, descriptors, cores; and the check that memory is left.
 
+Limits that are unknown are None.
 Inside a memory cgroup (version 1 or 2) the OOM killer, not an error, answers a request that is too large.
 """
 
@@ -9,43 +10,43 @@ import contextlib
 import errno
 import operator
 import os
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from shmloader.errors import SharedMemoryExhausted
+
 SURE_NBYTES = 4 << 20
 """Bytes that are taken without asking for the headroom first: reading a cgroup's files would cost more."""
+
+_MOST_SPARE_NBYTES = 64 << 20
+_ADVICE = "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit."
 
 _CGROUPS = Path("/sys/fs/cgroup")  # where systemd and containers mount them
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
 class Headroom(NamedTuple):
-    """Memory that this process could still take.
+    """Memory that this process could still take."""
 
-    Attributes:
-        available_nbytes: Bytes, the least over the machine and all cgroups that contain the process.
-        limit_nbytes: Bytes that bound it (a cgroup's limit, or the machine's memory).
-        source: Name of the bound, for people.
-    """
-
-    available_nbytes: int
-    limit_nbytes: int
-    source: str
+    available_nbytes: int  # the least over the machine and all cgroups that contain the process
+    limit_nbytes: int  # what bounds it (a cgroup's limit, or the machine's memory)
+    source: str  # name of the bound, for people
 
 
 _last_known: Headroom | None = None
+_unchecked_nbytes = 0  # taken by this process since it last asked for the headroom
 
 
-def memory_headroom() -> Headroom:
-    """Memory that can be taken now, without the kernel killing something for it.
+def memory_headroom(pid: int | None = None) -> Headroom:
+    """Memory that this process, or another one, can take now without the kernel killing something for it.
 
     Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them. While the
-    process has no descriptor left, the answer is the last one that there was.
-
-    Raises:
-        OSError: If there is no descriptor left, and never was when this was asked.
+    process has no descriptor left, the answer is the last one that there was. Raises `OSError` if there is no
+    descriptor left, and never was when this was asked.
     """
     global _last_known  # noqa: PLW0603 - the same for all loaders of this process
     try:
@@ -55,15 +56,64 @@ def memory_headroom() -> Headroom:
             raise
         return _last_known
     machine = Headroom(memory.available, memory.total, "the machine's memory")
-    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory")))]
-    _last_known = min(rooms, key=operator.attrgetter("available_nbytes"))
-    return _last_known
+    rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory", pid)))]
+    least = min(rooms, key=operator.attrgetter("available_nbytes"))
+    if pid is None:
+        _last_known = least
+    return least
 
 
-def _cgroups(controller: str) -> list[Path]:
-    """Folders of the cgroups of a controller that contain this process, innermost first."""
+def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
+    """Refuse to take more memory than the host has, before anything is taken.
+
+    The last of the memory is left to the program; otherwise its next allocation would bring the OOM killer.
+    Taken bytes are summed up, and compared with the host's memory every ``SURE_NBYTES``.
+
+    ``purpose`` begins the message, such as "a slot needs 8,192 more bytes of shared memory", and ``advice``
+    ends it. ``spare`` bytes are left to the program, if that is more than `spare_nbytes`. Raises
+    `SharedMemoryExhausted` if the host has less.
+    """
+    global _unchecked_nbytes  # noqa: PLW0603 - what this process takes, whatever it is for
+    if _unchecked_nbytes + nbytes < SURE_NBYTES:
+        _unchecked_nbytes += max(0, nbytes)
+        return
+    room = memory_headroom()
+    if nbytes + max(spare, spare_nbytes(room)) > room.available_nbytes:
+        raise exhausted(purpose, nbytes, room, spare=spare, advice=advice)
+    _unchecked_nbytes = 0
+
+
+def exhausted(
+    what: str,
+    nbytes: int,
+    room: Headroom | None = None,
+    *,
+    spare: int = 0,
+    advice: str = _ADVICE,
+    code: int = 0,
+) -> SharedMemoryExhausted:
+    """The error for memory that the host lacks, or refuses with a ``code``; see `check_headroom`."""
+    if code == errno.EFBIG:
+        limited = "shared memory is a file, and the size of files is limited: ulimit -f unlimited"
+        return SharedMemoryExhausted(f"{what}: {limited}", needed_nbytes=nbytes)
+    room = room or memory_headroom()
+    return SharedMemoryExhausted(
+        f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "
+        f"{room.source}, of which {max(spare, spare_nbytes(room)):,} are left to the program. {advice}",
+        needed_nbytes=nbytes,
+        available_nbytes=room.available_nbytes,
+    )
+
+
+def spare_nbytes(room: Headroom) -> int:
+    """Bytes of the host's memory that are never taken for slots and copies."""
+    return min(_MOST_SPARE_NBYTES, room.limit_nbytes // 16)
+
+
+def _cgroups(controller: str, pid: int | None = None) -> list[Path]:
+    """Folders of the cgroups of a controller that contain this process, or ``pid``; innermost first."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc", str(pid or "self"), "cgroup").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
@@ -121,17 +171,12 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class Cores(NamedTuple):
-    """Processor cores that this process may use.
+    """Processor cores that this process may use."""
 
-    Attributes:
-        machine: Logical cores of the machine.
-        affinity: Those that this process may run on (``taskset``, a cpuset).
-        quota: Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor
-            time per second), or None if there is no quota.
-    """
-
-    machine: int
-    affinity: int
+    machine: int  # logical cores of the machine
+    affinity: int  # those that this process may run on (``taskset``, a cpuset)
+    # Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor time per
+    # second), or None if there is no quota.
     quota: float | None
 
     @property
@@ -157,11 +202,50 @@ def _cpu_quota(folder: Path) -> float | None:
     return None
 
 
-def open_files() -> tuple[int | None, int | None]:
-    """Descriptors that are open now, and the most there may be (``ulimit -n``).
+class ProcessorUse(NamedTuple):
+    """Processor time used up to a moment; the difference of two tells what a span of time used."""
 
-    None if the number cannot be counted, and for no limit.
-    """
+    at_s: float  # the moment, by ``time.monotonic()``
+    own_s: float  # seconds of this process, of children that it has waited for, and of given ones that live
+    busy_s: float  # seconds of everything on the machine, and of time that its host has given to others
+    periods: int  # periods of the scheduler in which a cgroup with a quota ran; 0 without a quota
+    throttled: int  # those in which its quota was used up
+
+    def shares_since(self, before: ProcessorUse) -> dict[str, float]:
+        """Cores that were busy, on average, since an earlier moment, by this program and by all others.
+
+        Returns ``own_cores``, ``foreign_cores``, and ``throttled_share`` of the scheduler's periods.
+        """
+        seconds = max(self.at_s - before.at_s, 1e-9)
+        own_s = max(0.0, self.own_s - before.own_s)
+        return {
+            "own_cores": own_s / seconds,
+            "foreign_cores": max(0.0, self.busy_s - before.busy_s - own_s) / seconds,
+            "throttled_share": (self.throttled - before.throttled) / max(1, self.periods - before.periods),
+        }
+
+
+def processor_use(pids: Iterable[int | None] = ()) -> ProcessorUse:
+    """The processor time used so far, also by the live processes ``pids``."""
+    user_s, system_s, childrens_user_s, childrens_system_s, _ = os.times()
+    own_s = user_s + system_s + childrens_user_s + childrens_system_s
+    busy_s = 0.0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            own_s += sum(psutil.Process(pid).cpu_times()[:4])  # the last two are of its children
+    with contextlib.suppress(OSError):
+        every = psutil.cpu_times()
+        names = ("user", "nice", "system", "irq", "softirq", "steal")
+        busy_s = sum(getattr(every, name, 0.0) for name in names)
+    limited = [folder for folder in _cgroups("cpu") if _cpu_quota(folder) is not None]
+    stats = [_fields(folder / "cpu.stat") for folder in limited]
+    most = max(stats, key=lambda stat: stat.get("nr_throttled", 0), default={})
+    periods, throttled = most.get("nr_periods", 0), most.get("nr_throttled", 0)
+    return ProcessorUse(time.monotonic(), own_s, busy_s, periods, throttled)
+
+
+def open_files() -> tuple[int | None, int | None]:
+    """Descriptors that are open now, if they can be counted, and the most there may be (``ulimit -n``)."""
     used: int | None = None
     with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted

@@ -1,4 +1,8 @@
-"""Pages of shared memory as one process maps them."""
+"""The system calls that shared memory needs, and its pages as one process maps them.
+
+Importing this never fails. If something is missing or refused, `why_unavailable` names it, and the loader
+works as torch's does.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Callable
+from ctypes import CFUNCTYPE
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from shmloader.errors import SharedMemoryExhausted
-from shmloader.memory.platform import check_memory, libc
+from shmloader.errors import LoaderError, SharedMemoryExhausted
+from shmloader.interrupts import HeldInterrupts
 
 PAGE_NBYTES = mmap.PAGESIZE
 HUGE_NBYTES = 2 << 20
@@ -26,6 +33,86 @@ _PROT_NONE, READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """Pages that are not written need no backing, so the system need not charge for them."""
 
+_REFUSALS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP)
+"""Answers of a sandbox (gVisor, a seccomp filter) to a system call that it does not let through."""
+
+_allowed: set[str] = set()  # functions of `os` that worked when they were tried
+
+
+def _load_libc() -> tuple[Any, str | None]:
+    """The C library, with the signatures of its functions; or None, and the reason."""
+    pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    signatures = {
+        "mmap": (pointer, pointer, size, number, number, number, offset),
+        "mremap": (pointer, pointer, size, size, number, pointer),
+        "madvise": (number, pointer, size, number),
+        "mprotect": (number, pointer, size, number),
+        "fallocate": (number, number, number, offset, offset),
+    }
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError) as error:  # TypeError: on Windows
+        return None, f"the C library cannot be called (ctypes.CDLL(None): {error})"
+    try:
+        calls = {
+            name: CFUNCTYPE(*kinds, use_errno=True)((name, library)) for name, kinds in signatures.items()
+        }
+    except AttributeError as error:
+        return None, f"the C library lacks a function ({error})"
+    return SimpleNamespace(**calls), None
+
+
+libc, _why_no_libc = _load_libc()
+"""The C library, with ``errno`` in ``ctypes.get_errno()``; None if `why_unavailable` gives a reason."""
+
+
+def why_unavailable() -> str | None:
+    """The reason why this platform lacks what loading through slots needs, or None if it has it.
+
+    The first call tries the system calls. It needs two descriptors for a moment.
+    """
+    return _why_no_memory() or _why_no("eventfd", lambda: os.close(os.eventfd(0)))
+
+
+def check_memory() -> None:
+    """Raise a `LoaderError` with the reason where this platform has no shared memory for stores."""
+    if (lack := _why_no_memory()) is not None:
+        raise LoaderError(
+            f"data cannot be put in shared memory on this platform: {lack}. Use the data as it "
+            "is, without share(), share_on_host() or open(): each worker then has a copy of its own, except "
+            "of an np.memmap, which all processes share"
+        )
+
+
+def _why_no_memory() -> str | None:
+    no_file = _why_no("memfd_create", lambda: os.close(os.memfd_create("shmloader-attempt")))
+    return no_file or _why_no("posix_fallocate", _reserve_a_page) or _why_no_libc
+
+
+def _reserve_a_page() -> None:
+    fd = os.memfd_create("shmloader-attempt")
+    try:
+        os.posix_fallocate(fd, 0, 1)
+    finally:
+        os.close(fd)
+
+
+def _why_no(name: str, attempt: Callable[[], None]) -> str | None:
+    """The reason why a function of ``os`` cannot be used; ``attempt`` tries it."""
+    if not hasattr(os, name):
+        return f"Python's os.{name} is missing"
+    if name in _allowed:
+        return None
+    with HeldInterrupts():
+        try:
+            attempt()
+        except OSError as error:
+            if error.errno in _REFUSALS:
+                return f"the system refuses os.{name} ({error.strerror})"
+            return None  # no descriptor or no memory is left now: the real call will report it
+    _allowed.add(name)
+    return None
+
 
 def whole_pages(nbytes: int) -> int:
     """Round up to whole pages, at least one."""
@@ -37,22 +124,17 @@ class Extent:
 
     The mapping lives as long as ``buffer`` does: arrays over it keep it alive after the segment is
     closed or has mapped the slot anew.
-
-    Attributes:
-        address: Where it starts in this process.
-        nbytes: Its length, whole pages.
-        buffer: A ctypes array over it, writable. The death of its ``owner`` unmaps the memory; an object that
-            keeps that one alive may take its place.
-        view: The same as a memoryview of bytes.
     """
 
     __slots__ = ("address", "buffer", "nbytes", "view")
 
     def __init__(self, nbytes: int, flags: int, fd: int, offset: int = 0) -> None:
         owner, self.address = map_file(nbytes, flags, fd, offset)
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # whole pages
         buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
         buffer.owner = owner  # every view leads to this array in the end
+        # Writable. The death of its ``owner`` unmaps the memory; an object that keeps that one alive may take
+        # its place.
         self.buffer = buffer
         self.view = memoryview(buffer).cast("B")
 
@@ -68,8 +150,7 @@ class Extent:
         # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
         take_space(self.nbytes, READ_WRITE, 0).close()
         # The source stays mapped, empty. Others might map something in a hole, which its owner would unmap.
-        target = ctypes.c_void_p(self.address)
-        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, target) == _MAP_FAILED:
+        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, self.address) == _MAP_FAILED:
             why = os.strerror(ctypes.get_errno())
             raise SharedMemoryExhausted(
                 f"moving a mapping of {self.nbytes:,} bytes failed: {why} (it needs Linux 5.7). The worker "
@@ -81,10 +162,7 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
     """Take anonymous, private address space for a later mapping; returns its owner.
 
     With ``PROT_NONE`` or `MAP_NORESERVE` the system does not charge for it; ``flags`` are 0 if all of it will
-    be written. The owner's death unmaps all of it.
-
-    Raises:
-        SharedMemoryExhausted: If there is not enough.
+    be written. The owner's death unmaps all of it. Raises `SharedMemoryExhausted` if there is not enough.
     """
     try:
         return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags, protection)
@@ -143,8 +221,7 @@ def map_aligned(
 def make_writable(address: int, nbytes: int) -> None:
     """Allow writes to a private mapping that could only be read; they stay in this process.
 
-    Raises:
-        SharedMemoryExhausted: If the system, which may now charge for it, lacks the memory.
+    Raises `SharedMemoryExhausted` if the system, which may now charge for it, lacks the memory.
     """
     if libc.mprotect(address, nbytes, READ_WRITE) != 0:
         raise _refused(nbytes, ctypes.get_errno())
@@ -163,9 +240,5 @@ def _refused(nbytes: int, code: int) -> SharedMemoryExhausted:
 
 
 def map_copy_on_write(fd: int, nbytes: int) -> Extent:
-    """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private.
-
-    Raises:
-        SharedMemoryExhausted: If there is no address space for it.
-    """
+    """Map the beginning of a file, which may be closed afterwards; writes to the mapping stay private."""
     return Extent(whole_pages(nbytes), mmap.MAP_PRIVATE | MAP_NORESERVE, fd)

@@ -1,19 +1,18 @@
-"""The shared memory of all slots of one iterator: a memfd."""
+"""The shared memory of all slots of one iterator, a memfd; and descriptors that reach worker processes."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+from multiprocessing import reduction
 from typing import Any
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.interrupts import HeldInterrupts
-from shmloader.memory.descriptor import Descriptor
-from shmloader.memory.headroom import check_headroom, exhausted
 from shmloader.memory.huge_pages import take_huge_pages
-from shmloader.memory.mapping import Extent, whole_pages
-from shmloader.memory.platform import libc
+from shmloader.memory.limits import check_headroom, exhausted
+from shmloader.memory.mapping import Extent, libc, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
@@ -21,11 +20,32 @@ SLOT_STRIDE = 1 << 38
 _KEEP_SIZE_PUNCH_HOLE = 0x1 | 0x2
 
 
-class Segment:
-    """Memory for numbered slots: one anonymous, sparse memory file.
+class Descriptor:
+    """A file descriptor that reaches a worker under every start method.
 
-    Exactly one process, the main one, owns it and closes it; workers use it too.
+    Under fork it is inherited as it is; under spawn and forkserver ``multiprocessing`` passes it while the
+    process is being started.
     """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        """Close it in this process, once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _received_descriptor, (reduction.DupFd(self.fd),)
+
+
+def _received_descriptor(duplicate: Any) -> Descriptor:
+    return Descriptor(duplicate.detach())
+
+
+class Segment:
+    """Memory for numbered slots: one sparse memory file, which the main process alone owns and closes."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
         with HeldInterrupts():  # until the descriptor has an owner
@@ -43,11 +63,8 @@ class Segment:
     def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
         """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
 
-        Returns:
-            Bytes (whole pages) that the slot has now.
-
-        Raises:
-            SharedMemoryExhausted: If the host cannot give that much; nothing was touched.
+        Returns the bytes (whole pages) that the slot has now. Raises `SharedMemoryExhausted` if the host
+        cannot give that much; nothing was touched.
         """
         nbytes = whole_pages(nbytes)
         more_nbytes = nbytes - held_nbytes
@@ -69,18 +86,11 @@ class Segment:
         return nbytes
 
     def map(self, slot: int, nbytes: int) -> Extent:
-        """Map a slot that was reserved, by this process or another one.
-
-        Raises:
-            SharedMemoryExhausted: If this process has no address space for it.
-        """
+        """Map a slot that was reserved, by this process or another one, if there is address space for it."""
         return Extent(nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
 
     def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
-        """Give a slot's memory back to the host, except its first ``kept_nbytes`` (whole pages).
-
-        Nothing may be reading what is given back.
-        """
+        """Give back a slot's memory, which nothing reads, but for its first ``kept_nbytes`` (whole pages)."""
         begin = slot * SLOT_STRIDE + kept_nbytes
         libc.fallocate(self._descriptor.fd, _KEEP_SIZE_PUNCH_HOLE, begin, nbytes - kept_nbytes)
 
@@ -90,9 +100,7 @@ class Segment:
 
     def close(self) -> None:
         """Drop this object's hold on all slots; mapped extents live on while they are used."""
-        if self._descriptor.fd >= 0:
-            os.close(self._descriptor.fd)
-            self._descriptor.fd = -1
+        self._descriptor.close()
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return Segment, (self._descriptor,)

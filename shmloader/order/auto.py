@@ -21,7 +21,6 @@ import psutil
 from shmloader.errors import LoaderClosed
 from shmloader.exchange.exchange import Exchange
 from shmloader.memory.limits import cores, memory_headroom
-from shmloader.order.policies import FreeWorkers
 from shmloader.settings import AutoCount
 from shmloader.statistics import AutotuneReport
 
@@ -38,26 +37,18 @@ _CROWDED = 1.5  # workers that need so many times as long for a batch as fewer d
 
 
 class Auto:
-    """Decides for one loader, over all its epochs. Arithmetic only.
-
-    Attributes:
-        num_workers: Workers that are wanted.
-        prefetch_factor: Batches in advance per worker that are wanted.
-        given: The program's numbers of both, which are not changed; None for a number that is chosen.
-        most_workers: Most workers there may be.
-        batches: Batches returned until the choice was in effect.
-        settled: Whether no more will be wanted.
-    """
+    """Decides for one loader, over all its epochs. Arithmetic only."""
 
     def __init__(
         self, num_workers: int, prefetch_factor: int, given: list[int | None], most_workers: int
     ) -> None:
+        # The program's numbers of both, which are not changed; None for a number that is chosen.
         self.given = given
-        self.most_workers = most_workers if given[0] is None else num_workers
-        self.num_workers = min(num_workers, self.most_workers)
-        self.prefetch_factor = prefetch_factor
-        self.batches = 0
-        self.settled = False
+        self.most_workers = most_workers if given[0] is None else num_workers  # most workers there may be
+        self.num_workers = min(num_workers, self.most_workers)  # workers that are wanted
+        self.prefetch_factor = prefetch_factor  # batches in advance per worker that are wanted
+        self.batches = 0  # batches returned until the choice was in effect
+        self.settled = False  # whether no more will be wanted
         self._most_prefetch = prefetch_factor if given[1] is not None else max(prefetch_factor, MOST_PREFETCH)
         self._why = "batches were too quick, or epochs too short, to measure"
         self._loader: Callable[[], Any] = lambda: None
@@ -81,13 +72,9 @@ class Auto:
         return AutotuneReport(self.num_workers, self.prefetch_factor, self.settled, self.batches, why)
 
     def note(self, measured: tuple[float, float, float] | None) -> None:
-        """Note that a batch was returned; may change what is wanted.
-
-        Args:
-            measured: Seconds since the batch before: of the program, and of ``next()`` without waiting; of
-                waiting in ``next()``; of waiting for tasks, summed over the workers. None if they do not
-                belong to the present choice.
-        """
+        """Note that a batch was returned; may change what is wanted."""
+        # Seconds since the batch before: of the program, and of `next()` without waiting; of waiting in it;
+        # of waiting for tasks, summed over the workers. None if they are not of the present choice.
         self.batches = min(self.batches + 1, MOST_BATCHES)
         if measured is not None and not self.settled:
             self._period.append(measured)
@@ -135,32 +122,27 @@ def auto_for(loader: Any, before: Auto | None) -> Auto | None:
     if None not in given:
         return None
     if before is None or before.given != given:
-        before = Auto(max(1, int(workers)), int(prefetch), given, _most_workers())
+        # Most workers: one for each usable core, of this rank's share if ranks share the machine.
+        found, ranks = cores(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
+        shared = int(ranks) if ranks.isdecimal() and found.affinity == found.machine else 1
+        before = Auto(max(1, int(workers)), int(prefetch), given, max(1, found.usable // max(1, shared)))
     before.show_in(loader)
     return before
-
-
-def _most_workers() -> int:
-    """One for each usable core, or for this rank's share of the cores if ranks share the machine."""
-    found = cores()
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-    shared = int(ranks) if ranks.isdecimal() and found.affinity == found.machine else 1
-    return max(1, found.usable // max(1, shared))
 
 
 class Growth:
     """Measures one iterator, and gives it the workers and slots that `Auto` wants.
 
-    ``free_workers`` is None if no workers are added.
+    ``serve`` has workers given tasks, so many of so many; it is None if none are added.
     """
 
     def __init__(
-        self, auto: Auto, num_workers: int, exchange: Exchange, free_workers: FreeWorkers | None
+        self, auto: Auto, num_workers: int, exchange: Exchange, serve: Callable[[int, int], None] | None
     ) -> None:
         self._auto = auto
         self._exchange = exchange
         self._workers = exchange.workers
-        self._free_workers = free_workers
+        self._serve = serve
         self._serving = num_workers, auto.prefetch_factor
         self.begin_epoch()
 
@@ -190,9 +172,9 @@ class Growth:
 
     def _add(self) -> None:
         """Start a wanted worker, and give tasks to one more that is ready, if that is possible now."""
-        auto, free_workers, (workers, prefetch) = self._auto, self._free_workers, self._serving
+        auto, serve, (workers, prefetch) = self._auto, self._serve, self._serving
         ready = workers
-        if free_workers is not None:
+        if serve is not None:
             if len(self._workers.workers) < auto.num_workers:
                 self._start_worker()
             self._exchange.look_for_joining()
@@ -202,8 +184,8 @@ class Growth:
         if serving != self._serving:
             if self._exchange.table.resize(serving[0] * serving[1]):
                 self._serving = serving
-                if free_workers is not None:
-                    free_workers.serve(*serving)
+                if serve is not None:
+                    serve(*serving)
                 self.begin_epoch()
             elif auto.batches >= MOST_BATCHES:
                 auto.settle(workers, prefetch, "no more batches fit in the memory budget")

@@ -1,73 +1,42 @@
-"""The keys of a state, the check whether a state fits a loader, and its error."""
+"""Whether a state fits a loader: what describes the loader in it, its checksum, and the error."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_args, get_type_hints
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch.utils.data import BatchSampler
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
-from shmloader.indices.samplers import (
-    is_torchs,
-    ranks_share,
-    sampler_with_state,
-    sharded_sampler,
-    with_inner,
-)
+from shmloader.indices import samplers
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
 from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]
+"""A state of a loader. docs/resume.md explains its keys."""
 
-VERSION = 6
+VERSION = 7
 """The version of the state's format."""
 
 ADDED_BY_OTHERS = {"_iterator_finished", "_iteration"}
 """Keys that accelerate and its integration add to a state; they are ignored."""
 
-
-@dataclass
-class _Keys:
-    """All keys of a state and their types, as docs/resume.md explains them."""
-
-    version: int
-    kind: str
-    dataset_len: int | None
-    batch_size: int | None
-    drop_last: bool
-    sampler: str
-    sampler_settings: str
-    # The epoch:
-    set_epoch: int | None
-    sampler_epoch: int | None
-    base_seed: int | None
-    iterator_epoch: int
-    persistent_workers: bool
-    in_order: bool
-    sampler_generator: str
-    loader_generator: str
-    # The place in it, before the first batch:
-    global_generator: str = ""
-    batches: int = 0
-    batches_behind: str = ""
-    finished: bool = False
-    sampler_checksum: int | None = None
-    sampler_state: str | None = None
-    sampler_batches: int = 0
-    stream: str = ""
-
-
-AT_THE_BEGINNING: State = {key.name: key.default for key in fields(_Keys) if key.default is not MISSING}
+AT_THE_BEGINNING: State = {
+    "global_generator": "",
+    "batches": 0,
+    "batches_behind": "",
+    "finished": False,
+    "sampler_checksum": None,
+    "sampler_state": None,
+    "sampler_batches": 0,
+    "stream": "",
+}
 """The keys for the progress of an epoch, with their values before its first batch."""
-
-_TYPES = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(_Keys).items()}
-_MOST = 1 << 63  # numbers are from 0 to below this, except for epochs of others
 
 ONE_RANK = (
     "it holds for the rank that wrote it only: save and load a state on each rank, or take a "
@@ -77,23 +46,37 @@ ONE_RANK = (
 _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
-_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
-_ADDED = {f"sampler's {name}" for name in (*_OF_ACCELERATE, "run")}
-"""Settings that states of this version did not have at first; compared if both have them."""
+_OF_MIXTURES = ("mixture", "stopping_strategy", "epoch_size", "run_length")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES, *_OF_MIXTURES)
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
 """Keys that matter in mid-epoch only."""
 
 
+def checksum_of(state: Mapping[str, Any]) -> int:
+    """A checksum over all of a state but ``batches``: see `with_batches`."""
+    counted = {"checksum", "batches", *ADDED_BY_OTHERS}
+    others = {name: value for name, value in state.items() if name not in counted}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
+
+
+def with_batches(checksum: int, batches: int) -> int:
+    """The checksum of a whole state: only this part is needed where nothing else has changed."""
+    return zlib.crc32(str(batches).encode(), checksum)
+
+
+def signed(state: State) -> State:
+    """A state with its checksum, which tells damage and changes by hand."""
+    return state | {"checksum": with_batches(checksum_of(state), state["batches"])}
+
+
 def described(settings: Settings) -> State:
     """The keys of a state that describe the loader that wrote it."""
     index_sampler = settings.index_sampler
-    samplers = with_inner(index_sampler)
-    batch_size, drop_last = (
-        settings.batch_size,
-        getattr(settings.batch_sampler, "drop_last", settings.drop_last),
-    )
+    nested = samplers.with_inner(index_sampler)
+    batch_size = settings.batch_size
+    drop_last = getattr(settings.batch_sampler, "drop_last", settings.drop_last)
     if batch_size is None and isinstance(index_sampler, BatchSampler):  # as batch_sampler= or as sampler=
         batch_size = getattr(index_sampler, "batch_size", None)  # accelerate's subclasses have none
         drop_last = getattr(index_sampler, "drop_last", drop_last)
@@ -106,26 +89,26 @@ def described(settings: Settings) -> State:
         "dataset_len": length,
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(drop_last),
-        "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
-        "sampler_settings": json.dumps(_settings(samplers) | _run_of(settings)),
+        "sampler": " of ".join(type(sampler).__name__ for sampler in nested),
+        "sampler_settings": json.dumps(_settings(nested) | _run_of(settings)),
     }
 
 
-def _settings(samplers: list[Any]) -> dict[str, Any]:
+def _settings(nested: list[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for sampler in reversed(samplers):  # the outermost counts
+    for sampler in reversed(nested):  # the outermost counts
         if type(sampler) is not BatchSampler:
             attributes = getattr(sampler, "__dict__", {})
             found |= {
                 name: attributes[name] for name in _SETTINGS if type(attributes.get(name)) in (int, bool, str)
             }
-            found |= {"samples": len(sampler)} if is_torchs(sampler) else {}
+            found |= {"samples": len(sampler)} if samplers.is_torchs(sampler) else {}
     return found
 
 
 def _run_of(settings: Settings) -> dict[str, str]:
     """The rank that writes a state, as a setting; not of an order that ranks share, nor of a stream."""
-    is_common = ranks_share(settings) and settings.in_order
+    is_common = samplers.ranks_share(settings) and settings.in_order
     with contextlib.suppress(ValueError):  # variables of somebody else
         rank, ranks = rank_and_ranks()
         if ranks > 1 and not is_common and not settings.is_iterable:
@@ -139,14 +122,13 @@ def is_of_one_rank(settings: Settings, state: Mapping[str, Any]) -> bool:
     Of samplers that are neither torch's nor have a state of their own, the checksum tells.
     """
     index_sampler = settings.index_sampler
-    own = sampler_with_state(index_sampler) is not None or (
-        is_torchs(index_sampler) and bool(state["sampler_generator"])
+    own = samplers.sampler_with_state(index_sampler) is not None or (
+        samplers.is_torchs(index_sampler) and bool(state["sampler_generator"])
     )
     if state["stream"]:
-        with named_in_errors(state, "stream"):
-            own = json.loads(state["stream"])["layout"] != STRIDE
+        own = json.loads(state["stream"])["layout"] != STRIDE
     in_order = state["in_order"] or is_between_epochs(state)
-    return not in_order or (own and not ranks_share(settings))
+    return not in_order or (own and not samplers.ranks_share(settings))
 
 
 def is_between_epochs(state: Mapping[str, Any]) -> bool:
@@ -154,44 +136,31 @@ def is_between_epochs(state: Mapping[str, Any]) -> bool:
     return bool(state["finished"]) or state["base_seed"] is None
 
 
-@contextlib.contextmanager
-def named_in_errors(state: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Turn an exception that the value of a key causes into a `ResumeError` that names the key."""
-    try:
-        yield
-    except ResumeError:
-        raise
-    except Exception as error:
-        raise ResumeError(
-            f"the state is damaged, or was changed by hand: {name!r} is {state[name]!r:.100} "
-            f"({type(error).__name__}: {error!s:.300}). Pass what state_dict() returned."
-        ) from error
-
-
 def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
-    """The batches that were returned out of order, after the first one that is missing."""
-    with named_in_errors(state, "batches_behind"):
-        positions = tuple(map(int, filter(None, state["batches_behind"].split(","))))
-        if positions and min(positions) <= state["batches"]:
-            raise ValueError(
-                f"it lists batch {min(positions):,} as returned out of order, but batch {state['batches']:,} "
-                "is the first that was not returned, so only later ones can be listed"
-            )
-        return positions
+    """The batches that were returned out of order, or are to be left out, from the first missing one on."""
+    runs = [text.split("-") for text in filter(None, state["batches_behind"].split(","))]
+    return tuple(position for run in runs for position in range(int(run[0]), int(run[-1]) + 1))
+
+
+def listed(positions: Iterable[int]) -> str:
+    """Batches as a state lists them: ``"7,10-20"``."""
+    runs: list[list[int]] = []
+    for position in sorted(positions):
+        if runs and position == runs[-1][1] + 1:
+            runs[-1][1] = position
+        else:
+            runs.append([position, position])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
-    _check_keys(state)
-    behind(state)
-    with named_in_errors(state, "sampler_batches"):
-        if state["sampler_batches"] > state["batches"]:
-            raise ValueError(f"it is more than the {state['batches']:,} batches of the state")
+    check_whole(state)
     index_sampler = settings.index_sampler
-    sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
+    sharded = samplers.sharded_sampler(index_sampler)
     of_loader = described(settings)
     here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})
-    may_differ = _may_differ(state, settings) | (_ADDED - (here.keys() & then.keys()))
+    may_differ = _may_differ(state, settings) | ({"sampler's run"} - (here.keys() & then.keys()))
     names = [name for name in here | then if then.get(name) != here.get(name) and name not in may_differ]
     differences = [
         f"{name} is {then.get(name)!r} in the state and {here.get(name)!r} in this loader" for name in names
@@ -200,14 +169,12 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         differences.append("with in_order=False its batches are no prefix of the order that ranks share")
     if not {"sampler's run", "sampler's rank"}.isdisjoint(names):
         differences.append(ONE_RANK)
-    has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
+    has_state = samplers.sampler_with_state(index_sampler) is not None
+    has_state |= sharded is not None and not is_between_epochs(state)
+    has_state |= samplers.mixture_sampler(index_sampler) is not None
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
-        why = f"the sampler has {has} state_dict()"
-        if sharded is not None:
-            phase = f"base_seed is {state['base_seed']} and finished is {state['finished']}"
-            why = f"a ShardedSampler has {has} state if {phase}"
-        differences = [f"sampler_state is {text!r:.50} in the state, and {why}"]
+        differences = [f"sampler_state is {text!r:.50} in the state, and the sampler has {has} state_dict()"]
     if state["loader_generator"] and settings.generator is None:
         differences.append("loader_generator is there in the state, and this loader has no generator")
     if differences:
@@ -218,58 +185,47 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         )
 
 
+def check_whole(state: Mapping[str, Any]) -> None:
+    """Refuse what is no state, a state of another version, and a damaged one."""
+    if not isinstance(state, Mapping):
+        raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")
+    if (version := state.get("version", VERSION)) != VERSION:
+        raise ResumeError(
+            f"the state's format is of version {version!r}, and this shmloader reads {VERSION} only"
+        )
+    try:
+        found = with_batches(checksum_of(state), state["batches"])
+        written = state["checksum"]
+    except (KeyError, TypeError) as error:
+        raise ResumeError(
+            f"this is no state of a shmloader.DataLoader ({error!r}): its keys are {list(state)!r:.500}. "
+            "Pass what state_dict() returned."
+        ) from error
+    if found != written:
+        raise ResumeError(
+            f"the state is damaged, or was changed by hand: its checksum is {written!r:.50}, and that of its "
+            f"contents {found}. Pass what state_dict() returned."
+        )
+
+
 def _may_differ(state: Mapping[str, Any], settings: Settings) -> set[str]:
     """The keys and the sampler's settings that may differ in a state and a loader."""
-    index_sampler, names = settings.index_sampler, _seeds_in_own_state(state)
+    names: set[str] = set()
+    if state["sampler_state"]:  # a sampler sets the seeds in its own state itself
+        own = unpack_user_state(state["sampler_state"])
+        seeds = [name for name in ("seed", "initial_seed") if isinstance(own, Mapping) and name in own]
+        names |= {f"sampler's {name}" for name in seeds}
     if not is_of_one_rank(settings, state):
         names |= {"sampler's run"}
-        names |= {"sampler's rank"} if ranks_share(settings) else set()
-        names |= _OF_THE_RUN if sharded_sampler(index_sampler) is not None else set()
+        names |= {"sampler's rank"} if samplers.ranks_share(settings) else set()
+        names |= _OF_THE_RUN if samplers.sharded_sampler(settings.index_sampler) is not None else set()
     if settings.is_iterable:
         names |= {"batch_size"}
     return names | _OF_THE_EPOCH if is_between_epochs(state) else names
 
 
-def _seeds_in_own_state(state: Mapping[str, Any]) -> set[str]:
-    """Seeds that a sampler's own state has: the sampler sets them itself, so they may differ."""
-    with named_in_errors(state, "sampler_state"):
-        own = unpack_user_state(state["sampler_state"]) if state["sampler_state"] else None
-    names = [name for name in ("seed", "initial_seed") if isinstance(own, Mapping) and name in own]
-    return {f"sampler's {name}" for name in names}
-
-
-def _check_keys(state: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):
-        raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")
-    if state.get("version", VERSION) != VERSION:
-        raise ResumeError(
-            f"the state's format is of version {state['version']!r}, and this shmloader reads {VERSION} only"
-        )
-    missing, unknown = _TYPES.keys() - state.keys(), state.keys() - _TYPES.keys() - ADDED_BY_OTHERS
-    if missing or unknown:
-        raise ResumeError(
-            f"this is no state of a shmloader.DataLoader: it lacks {sorted(missing)}, and has "
-            f"{sorted(map(str, unknown))}. Pass what state_dict() returned."
-        )
-    for name, kinds in _TYPES.items():
-        value = state[name]
-        with named_in_errors(state, name):
-            if type(value) not in kinds:
-                raise TypeError(f"it is no {kinds[0].__name__}")
-            least = -_MOST if name.endswith("_epoch") else 0
-            if type(value) is int and not least <= value < _MOST:
-                raise ValueError(f"it has to be from {least:,} to {_MOST - 1:,}")
-    with named_in_errors(state, "base_seed"):
-        if state["base_seed"] is None and (state["batches"] or state["finished"]):
-            raise ValueError(
-                f"the state is of an epoch that has begun ({state['batches']:,} batches were returned, "
-                f"finished is {state['finished']}), and such an epoch has a base seed"
-            )
-
-
 def _with_settings(of_loader: State) -> State:
-    """The description of a loader, see `described`, with a separate key for each setting of its sampler."""
-    with named_in_errors(of_loader, "sampler_settings"):
-        settings: State = json.loads(of_loader["sampler_settings"])
-        others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}
-        return others | {f"sampler's {name}": value for name, value in settings.items()}
+    """A loader's description, with a separate key for each setting of its sampler."""
+    settings: State = json.loads(of_loader["sampler_settings"])
+    others = {name: value for name, value in of_loader.items() if name != "sampler_settings"}
+    return others | {f"sampler's {name}": value for name, value in settings.items()}

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from shmloader.errors import ResumeError
 from shmloader.indices.samplers import GeneratorStates
-from shmloader.indices.tracked_batches import TrackedBatches
+from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
+
+
+@dataclass(eq=False)
+class Follower:
+    """How far a reader behind a look-ahead has come in one epoch."""
+
+    reader: Callable[[], object]  # returns the reader, while it lives
+    thread: int = field(default_factory=threading.get_ident)  # that it began in
+    count: int = 0  # batches that came out of the look-ahead
+    ended: bool = False  # no more will come
+
+    @property
+    def reads(self) -> bool:
+        """Whether more may come out."""
+        return not self.ended and self.reader() is not None
+
+    def take(self) -> None:
+        """Note that a batch came out."""
+        self.count += 1
+
+    def end(self) -> None:
+        """Note that no more will come."""
+        self.ended = True
 
 
 @dataclass(eq=False)
@@ -16,63 +43,63 @@ class Progress:
     """One epoch, from when an iterator begins it until the next one begins. Main process only.
 
     The iterator tells it what happens. The loader keeps it when the iterator dies, at a ``break`` say.
-
-    Attributes:
-        base_seed: The iterator's base seed.
-        iterator_epoch: Epochs of the iterator before this one; seeds of samples depend on both.
-        sampler_epoch: The sampler's epoch, if it has one.
-        global_before: State of torch's global generator before ``iter()``; its digest if an earlier program
-            called that.
-        before: States of the generators before the sampler drew the order, maybe in an earlier program; None
-            if it has not yet.
-        done: Index batches that are done: returned, left out for having no good sample, or raised from
-            ``next()``. Out of order, a tuple of that number and of the done positions after it.
-        set_epoch: The argument of the last ``loader.set_epoch()`` before it began, or None.
-        in_order: Whether no batch has come out of order in an earlier program.
-        stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
-        tracked: The sampler's batches, if it is not torch's.
-        finished: Whether ``next()`` has raised ``StopIteration``.
-        before_next: Like `before`, for the next epoch, if that was begun early.
+    `Follower` objects tell how much of what was returned is used, if something reads ahead.
     """
 
-    base_seed: int
-    iterator_epoch: int
-    sampler_epoch: int | None
+    base_seed: int  # the iterator's
+    iterator_epoch: int  # epochs of the iterator before this one; seeds of samples depend on both
+    sampler_epoch: int | None  # if the sampler has one
+    # State of torch's global generator before ``iter()``; its digest if an earlier program called that.
     global_before: torch.Tensor | str
+    # States of the generators before the sampler drew the order, maybe in an earlier program; None before.
     before: GeneratorStates | None
+    # Index batches that are done: returned, left out for having no good sample, or raised from ``next()``.
+    # Out of order, a tuple of that number and of the done positions after it. Of a stream it is a number.
     done: int | tuple[int, ...] = 0
-    set_epoch: int | None = None
-    in_order: bool = True
-    stream: Any = None
-    tracked: TrackedBatches | None = None
-    finished: bool = False
-    before_next: GeneratorStates | None = None
+    set_epoch: int | None = None  # the argument of the last ``loader.set_epoch()`` before it began
+    in_order: bool = True  # no batch has come out of order in an earlier program
+    stream: Any = None  # for an iterable-style dataset the `StreamProgress`
+    tracked: TrackedBatches | None = None  # the sampler's batches, if it is not torch's
+    finished: bool = False  # ``next()`` has raised ``StopIteration``
+    before_next: GeneratorStates | None = None  # like `before`, for the next epoch, if that has begun
+    by_arrival: bool = False  # batches are returned as they arrive
+    # The state that a `ShardedSampler` began with.
+    sampler_begin: Mapping[str, int] = field(default_factory=dict)
+    followers: list[Follower] = field(default_factory=list)  # they read this epoch behind a look-ahead
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
+    _without: list[int] = field(default_factory=list)  # positions done for which no batch was returned
+    _latest: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))  # done, if by arrival
 
-    def take(self, position: int) -> None:
+    def __post_init__(self) -> None:
+        self._begun = self.done
+
+    def take(self, position: int, *, returned: bool = True) -> None:
         """Note that the batch at a position is done; the order does not matter."""
         self.finished = False  # it was True if a sample raised StopIteration
+        if not returned:
+            self._without.append(position)
+        if self.by_arrival:
+            self._latest.append(position)
         if self.done == position:  # so none is done after it
             self.done = position + 1
             return
+        if isinstance(self.done, tuple) and self.done[0] == position and self.done[1] > position + 1:
+            self.done = (position + 1, *self.done[1:])  # many may follow that are left out
+            return
         done = {*self.behind, position}
-        first = self.taken
-        while first in done:
-            done.remove(first)
-            first += 1
-        self.done = (first, *sorted(done)) if done else first
+        self.done = _joined(self.taken, sorted(done))
 
     def end(self, before_next: GeneratorStates | None = None) -> None:
         """Note that ``next()`` raises ``StopIteration``."""
         self.before_next, self.finished = before_next, True
 
+    def note_next(self, before: GeneratorStates | None) -> None:
+        """Note the states of the generators before the next epoch, which begins now."""
+        self.before_next = self.before_next or before
+
     def begin_order(self, before: GeneratorStates) -> None:
         """Note the states of the generators before the sampler draws its order, with the first batch."""
         self.before = before
-
-    def track(self, batches: TrackedBatches) -> None:
-        """Keep the batches of a sampler that is not torch's."""
-        self.tracked = batches
 
     def keep(self) -> None:
         """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""
@@ -81,13 +108,105 @@ class Progress:
     def take_back(self) -> None:
         """Go back to before the batch of a call that was interrupted, which the program has not had."""
         self.done = self._kept
+        for positions in (self._without, self._latest):
+            while positions and positions[-1] >= self.taken and positions[-1] not in self.behind:
+                positions.pop()
 
     @property
     def taken(self) -> int:
         """The number of batches that are done, up to the first that is not."""
-        return self.done[0] if isinstance(self.done, tuple) else self.done
+        return _first(self.done)
 
     @property
     def behind(self) -> tuple[int, ...]:
         """Positions after `taken` that are also done."""
         return self.done[1:] if isinstance(self.done, tuple) else ()
+
+    # --- what of it is used
+
+    @property
+    def returned(self) -> int:
+        """How many batches ``next()`` has returned since ``iter()``."""
+        return _number(self.done) - _number(self._begun) - len(self._without)
+
+    @property
+    def used(self) -> int:
+        """The batches, of those that were returned, that all followers have; all without a follower."""
+        return min((follower.count for follower in self.followers), default=self.returned)
+
+    @property
+    def oldest(self) -> int:
+        """A number of batches below which a follower is no more; those that come by arrival may be."""
+        return min(self.taken, _first(self._begun) + self.used) if self.followers else self.taken
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the program knows that the epoch is over."""
+        return self.finished and all(follower.ended for follower in self.followers)
+
+    def follow(self, reader: Callable[[], object]) -> Follower:
+        """A new follower, from where the epoch began."""
+        self.followers.append(follower := Follower(reader))
+        return follower
+
+    def leave(self, follower: Follower) -> None:
+        """Forget a follower that reads another epoch now."""
+        self.followers.remove(follower)
+
+    def done_after(self, count: int) -> int | tuple[int, ...]:
+        """What was done, see `done`, when ``next()`` had returned so many batches since ``iter()``.
+
+        Raises:
+            ResumeError: If it has returned fewer, or out of order and too many since.
+        """
+        returned, begun = self.returned, self._begun
+        if not 0 <= count <= returned:
+            raise ResumeError(
+                f"there is no state after {count:,} batches: iter() has returned {returned:,} in this epoch. "
+                "Batches are counted from iter() on, also in a resumed epoch, and those that on_error leaves "
+                "out are not"
+            )
+        if type(begun) is int and not (self._without or self.by_arrival):
+            return begun + count
+        if not count:
+            return begun
+        if self.by_arrival:
+            return self._without_latest(returned - count)
+        early = list(begun[1:]) if isinstance(begun, tuple) else []
+        position = _first(begun) + count - 1
+        for without in sorted([*early, *self._without]):
+            position += without <= position
+        return _joined(position + 1, early)
+
+    def _without_latest(self, count: int) -> int | tuple[int, ...]:
+        """What was done before the latest batches that were returned."""
+        undone: set[int] = set()
+        for position in reversed(self._latest):
+            if not count:
+                break
+            undone.add(position)
+            count -= position not in self._without
+        if count:
+            raise ResumeError(
+                f"there is no state from so far back, {count:,} batches before the last {HISTORY:,}: with "
+                "in_order=False only those are kept"
+            )
+        first = min(undone, default=self.taken)
+        return _joined(first, sorted({*range(first, self.taken), *self.behind} - undone))
+
+
+def _first(done: int | tuple[int, ...]) -> int:
+    return done[0] if isinstance(done, tuple) else done
+
+
+def _number(done: int | tuple[int, ...]) -> int:
+    return done[0] + len(done) - 1 if isinstance(done, tuple) else done
+
+
+def _joined(first: int, others: list[int]) -> int | tuple[int, ...]:
+    """All positions before the first one, and others after it, sorted, as `Progress.done` has them."""
+    rest = [position for position in others if position >= first]
+    while rest and rest[0] == first:
+        first += 1
+        rest.pop(0)
+    return (first, *rest) if rest else first

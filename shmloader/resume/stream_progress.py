@@ -8,22 +8,32 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
 from shmloader.indices.samplers import attribute_of, ranks_share
-from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank, named_in_errors
+from shmloader.indices.tracked_batches import HISTORY
+from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.settings import Settings
 from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cursor, StreamReport, StreamRules
 
 
+class _Before(NamedTuple):
+    """What a batch changes: the part that it is of, and before it that part's place and the latest part."""
+
+    part: int
+    cursor: Cursor
+    last: int
+
+
 class StreamProgress:
     """Progress of one epoch, part by part, from its beginning or from a loaded state on.
 
-    The loader keeps it when the iterator dies.
+    The loader keeps it when the iterator dies. One thread may take batches while another asks for a state.
 
     Attributes:
         rules: How the workers divide the stream, and where they begin.
@@ -51,6 +61,13 @@ class StreamProgress:
         self._playing = list(range(workers))  # the part that each worker is at
         # The latest batch, not counted yet: its number in the epoch, the worker, and what that reported.
         self._latest: tuple[int, int, StreamReport | None] | None = None
+        # What the batches that were counted have changed, by their numbers. Of those below `_oldest`, states
+        # of the dataset are a part's first one.
+        self._before: dict[int, _Before] = {}
+        self._begun = self._oldest = 0 if loaded is None or is_between_epochs(loaded) else loaded["batches"]
+        self._at_first = tuple(self._cursors), self._last
+        self._first = {part: cursor for part, cursor in enumerate(self._cursors) if cursor.state}
+        self._lock = threading.RLock()
         self._compared = False
         again = sum(cursor.drawn for cursor in rules.cursors if not cursor.state)
         if again:
@@ -65,47 +82,69 @@ class StreamProgress:
             self.shared_seed = drawn
         return self.shared_seed
 
-    def take(self, progress: Progress, worker_id: int, report: StreamReport | None) -> None:
-        """Note that the program has the next batch, or the exception in its place, with its report.
+    def take(
+        self, progress: Progress, worker_id: int, report: StreamReport | None, *, returned: bool
+    ) -> None:
+        """Note that the program has the next batch, or has none in its place, with its report.
 
         An iterator that is interrupted sets the epoch's progress back to before the batch.
         """
-        self._count(progress)
-        self._latest = progress.taken, worker_id, report
-        progress.take(progress.taken)
+        with self._lock:
+            self._count(progress)
+            self._latest = progress.taken, worker_id, report
+            progress.take(progress.taken, returned=returned)
 
     def _count(self, progress: Progress) -> None:
         """Count the latest batch, unless it was taken back."""
         if self._latest is None or self._latest[0] >= progress.taken:
             return
-        _, worker_id, report = self._latest
+        number, worker_id, report = self._latest
+        part, cursor = self._last, Cursor()
+        if report != NOTHING_DRAWN:
+            if report is not None:
+                self._playing[worker_id] = report.part
+            part = 0 if self.rules.layout == STRIDE else self._playing[worker_id]
+        before = _Before(part, self._cursors[part], self._last)
         if report == NOTHING_DRAWN:
-            self._latest = None
-            return
-        if report is not None:
-            self._playing[worker_id] = report.part
-        self._last = part = 0 if self.rules.layout == STRIDE else self._playing[worker_id]
-        cursor = self._cursors[part]
-        if report is None:
-            cursor = cursor._replace(drawn=cursor.drawn + self.rules.of_a_batch)
+            cursor = before.cursor
+        elif report is None:
+            cursor = before.cursor._replace(drawn=before.cursor.drawn + self.rules.of_a_batch)
         elif report.cursor.state:
             cursor = report.cursor
+            self._first.setdefault(part, cursor)
         else:
             behind = report.cursor
-            cursor = cursor._replace(drawn=behind.drawn, ended=behind.ended, raised=behind.raised)
-        self._cursors[part] = cursor
-        self._latest = None  # right after, so that no interrupt comes between: it is counted once
+            cursor = before.cursor._replace(drawn=behind.drawn, ended=behind.ended, raised=behind.raised)
+        # Without a call between these, so that no interrupt comes there: it is counted once.
+        self._before[number] = before
+        self._last, self._cursors[part] = part, cursor
+        self._latest = None
+        self._forget(progress.oldest)
 
-    def state(self, progress: Progress) -> State:
-        """The keys of a state for the progress of the stream; as text, empty at its beginning.
+    def _forget(self, oldest: int) -> None:
+        """Drop the dataset's states between a part's first one and those that a follower may ask for."""
+        while self._oldest < oldest and self._oldest in self._before:
+            entry = self._before[self._oldest]
+            if entry.cursor.state:
+                first = self._first[entry.part]
+                cursor = entry.cursor._replace(
+                    state=first.state, state_drawn=first.state_drawn, state_raised=first.state_raised
+                )
+                self._before[self._oldest] = entry._replace(cursor=cursor)
+            self._before.pop(self._oldest - HISTORY, None)
+            self._oldest += 1
+
+    def state(self, progress: Progress, taken: int) -> State:
+        """The keys of a state after so many batches of the stream; as text, empty at its beginning.
 
         Raises:
             ResumeError: If the progress is unknown, or a state of the dataset cannot be saved.
         """
-        self._count(progress)
-        if not progress.taken and self.shared_seed is None:
+        with self._lock:
+            self._count(progress)
+            cursors, last = self._at(progress, taken)
+        if not taken and self.shared_seed is None:
             return {"stream": ""}
-        cursors = self._cursors
         if self.rules.layout == STRIDE:
             cursors = cursors[:1]
             if self._out_of_order:
@@ -114,11 +153,25 @@ class StreamProgress:
                     "workers: the samples returned are not the beginning of the stream. Leave in_order=True"
                 )
         parts = [(drawn, self._packed(own) if own else "", *others) for drawn, own, *others in cursors]
-        stream = {"layout": self.rules.layout, "parts": parts, "last": self._last}
+        stream = {"layout": self.rules.layout, "parts": parts, "last": last}
         stream |= {"rank": 0 if self._ranks_share else self.rules.rank, "ranks": self.rules.ranks}
         if self.shared_seed is not None:
             stream["shared_seed"] = self.shared_seed
         return {"stream": json.dumps(stream)}
+
+    def _at(self, progress: Progress, taken: int) -> tuple[list[Cursor], int]:
+        """The places of all parts after so many batches, and the part of the last one."""
+        if taken == self._begun:
+            return list(self._at_first[0]), self._at_first[1]
+        cursors, last = self._cursors.copy(), self._last
+        for number in range(progress.taken - 1, taken - 1, -1):
+            if number not in self._before:
+                raise ResumeError(
+                    f"there is no state after {taken:,} of {progress.taken:,} batches of a stream any more: "
+                    f"the last {HISTORY:,} are kept, and the one before the first batch"
+                )
+            part, cursors[part], last = self._before[number]
+        return cursors, last
 
     def _packed(self, pickled: bytes) -> str:
         states, name = pickle.loads(pickled), self._dataset_name
@@ -135,7 +188,6 @@ class StreamProgress:
         """
         if self.rules.layout == SHARD and not self._compared:
             self._compared = True
-            self._count(progress)
             check_equal_ends(progress.taken, self._timeout_s)
 
 
@@ -144,7 +196,7 @@ def _fresh_rules(settings: Settings) -> StreamRules:
     every = 1 if wanted is None else wanted or sys.maxsize
     rank, ranks = rank_and_ranks()
     layout = OWN
-    if settings.shards:
+    if settings.shard is not None:
         layout = SHARD if _makes_shards(settings.dataset, ranks, max(settings.num_workers, 1)) else STRIDE
     return StreamRules(rank, ranks, settings.batch_size or 1, every, layout, layout)
 
@@ -200,29 +252,10 @@ def rules_for(settings: Settings, loaded: State) -> StreamRules:
 
 
 def _read(loaded: State) -> dict[str, Any]:
-    """The value of a state's key ``stream``, checked; each part a `Cursor`."""
-    with named_in_errors(loaded, "stream"):
-        stream: dict[str, Any] = json.loads(loaded["stream"])
-        numbers, cursors = [stream["last"] + 1, stream["rank"], stream["ranks"]], []  # last: -1 at first
-        for drawn, state, state_drawn, ended, raised, state_raised in stream["parts"]:
-            again, raise_again = drawn - state_drawn, raised - state_raised
-            numbers += drawn, state_drawn, raised, state_raised, raise_again, again - raise_again
-            packed = pickle.dumps(unpack_user_state(state)) if state else b""
-            cursors.append(Cursor(drawn, packed, state_drawn, bool(ended), raised, state_raised))
-        if stream.get("shared_seed") is not None:
-            numbers.append(stream["shared_seed"])
-        if {type(number) for number in numbers} != {int} or min(numbers) < 0:
-            raise ValueError(
-                "its numbers have to be whole and at least 0, and the draws of a part up to its own state "
-                "cannot be more than all its draws"
-            )
-        if stream["last"] >= len(cursors):
-            raise ValueError(
-                f"it says that the last batch was of part {stream['last']:,}, and it has {len(cursors):,} "
-                "part(s), which are numbered from 0"
-            )
-        if stream["layout"] not in (OWN, SHARD, STRIDE):
-            raise ValueError(
-                f"its layout is {stream['layout']!r}, and can be {OWN!r}, {SHARD!r} or {STRIDE!r}"
-            )
-        return stream | {"parts": cursors}
+    """The value of a state's key ``stream``, each part a `Cursor`."""
+    stream: dict[str, Any] = json.loads(loaded["stream"])
+    parts = [
+        Cursor(drawn, pickle.dumps(unpack_user_state(state)) if state else b"", *others)
+        for drawn, state, *others in stream["parts"]
+    ]
+    return stream | {"parts": parts}

@@ -11,8 +11,7 @@ alive in this process. `PlaceTable` alone changes any of it, and `Budget` has th
 """
 
 from shmloader.slots.budget import RETAINED_SLOTS
-from shmloader.slots.guard import Guard
-from shmloader.slots.place import ByteArray, Place, PlaceState, figures
+from shmloader.slots.place import ByteArray, Guard, Place, PlaceState, figures
 from shmloader.slots.table import PlaceTable
 
 __all__ = ["RETAINED_SLOTS", "ByteArray", "Guard", "Place", "PlaceState", "PlaceTable", "figures"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
-from shmloader.memory.limits import SURE_NBYTES, memory_headroom
+from shmloader.memory import PAGE_NBYTES, whole_pages
+from shmloader.memory.limits import SURE_NBYTES, memory_headroom, spare_nbytes
 
 SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
@@ -36,39 +36,21 @@ class Budget:
 
     Short memory has the same consequences with and without a budget from the program: fewer tasks, but at
     least one; then batches that spill to private memory.
-
-    Args:
-        nbytes: Most bytes; a page for each slot is the least.
-        most_tasks: Tasks outstanding at once.
-        workers: Processes that hold the samples of a batch, in addition to the slots.
-        follows_host: The program gave no budget: ``nbytes`` become more if the host has more when it is
-            asked again.
-
-    Attributes:
-        nbytes: As above, as it is now.
-        most_tasks: As above, or fewer if memory is short.
-        wanted_tasks: The most tasks that were asked for.
-        ample_nbytes: While all limits together are no more than this, there is room for `limit_nbytes` and
-            for a lease: `next_limit` and `has_room_for_lease` need not be called.
-        hint_nbytes: Bytes that a batch may be expected to take: `typical_nbytes` once they are known.
-        limit_nbytes: The limit of a slot that is granted while there is room enough.
-        excess_nbytes: A free slot with more bytes gives back all but the expected ones.
-        largest_nbytes: Bytes of the largest batch so far.
-        typical_nbytes: Bytes of the second largest of the recent batches: one does not make every slot as
-            large as itself; but none that is more than four times as large as three quarters of them.
-        small_nbytes: Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
     """
 
     def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
         self.nbytes = max(nbytes, (most_tasks + SPARE_SLOTS) * PAGE_NBYTES)
-        self.most_tasks = self.wanted_tasks = most_tasks
-        self.largest_nbytes = 0
+        self.most_tasks = self.wanted_tasks = most_tasks  # the first is fewer if memory is short
+        self.largest_nbytes = 0  # bytes of the largest batch so far
+        # Bytes of the second largest of the recent batches: one does not make every slot as large as itself;
+        # but none that is more than four times as large as three quarters of them.
         self.typical_nbytes = 0
         self._again_nbytes = 0  # of the second largest recent one: such batches come again and again
+        # Batches of fewer bytes, and of more than ``typical_nbytes``, may change what is typical.
         self.small_nbytes = 0
         self._small_batches = 0  # since one was larger than a typical one
-        self._workers = workers
-        self._follows_host = follows_host
+        self._workers = workers  # which hold the samples of a batch, in addition to the slots
+        self._follows_host = follows_host  # the program gave no budget: it grows if the host has more later
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
         self._divide(most_tasks + SPARE_SLOTS)
 
@@ -96,19 +78,12 @@ class Budget:
         promised = max(0, self.most_tasks - tasks + 1)
         return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
 
-    def has_room_for_task(self, used_nbytes: int) -> bool:
-        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        return used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
-
     # --- what changes it
 
     def adapt(
         self, nbytes: int, recent: Iterable[int], tasks: int, used_nbytes: int, reserved_nbytes: int
     ) -> None:
-        """Adapt to the last of the recent batches: larger than a typical one, or small.
-
-        The slots have ``reserved_nbytes`` of the host's memory.
-        """
+        """Adapt to the last of the recent batches: larger than a typical one, or small."""
         self._small_batches = self._small_batches + 1 if nbytes < self.small_nbytes else 0
         if self._small_batches % (RECENT // 4):
             return
@@ -171,14 +146,16 @@ class Budget:
 
     def _set_limits(self) -> None:
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
-        self.hint_nbytes = self.typical_nbytes or self.largest_nbytes
+        self.hint_nbytes = self.typical_nbytes or self.largest_nbytes  # that a batch may be expected to take
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         again_nbytes = max(self._again_nbytes, self.hint_nbytes)
+        # A free slot with more bytes gives back all but the expected ones.
         self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(again_nbytes), _LITTLE_NBYTES)
         self.small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
         if self.largest_nbytes:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)
             limit_nbytes = min(share_nbytes, whole_pages(max(grown_nbytes, self.largest_nbytes)))
-        self.limit_nbytes = limit_nbytes
+        self.limit_nbytes = limit_nbytes  # of a slot that is granted while there is room enough
+        # While all limits together are no more, `next_limit` and `has_room_for_lease` need not be called.
         self.ample_nbytes = self.nbytes - limit_nbytes - (self.most_tasks + 1) * self._typical_slot_nbytes

@@ -6,7 +6,6 @@ Main process only.
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
@@ -21,11 +20,6 @@ POISON = 0xDB
 """The value of every byte of a free slot: -0.0016 as bfloat16, -1.2e17 as float32, -36 as int8."""
 
 _MOST_LEAVES, _MOST_LEASES = 4, 5  # named of one batch; named
-
-
-def wanted() -> bool:
-    """Whether ``SHMLOADER_DEBUG`` asks for inspection (set, and neither empty nor ``0``)."""
-    return os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
 
 
 class Inspection:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from shmloader.memory import Extent, Segment, whole_pages
-from shmloader.slots import inspection, memory_warnings
-from shmloader.slots.budget import RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget
-from shmloader.slots.guard import Guard
-from shmloader.slots.place import GUARDED, LEASED, ByteArray, Place
+from shmloader.memory import PAGE_NBYTES, Extent, Segment, whole_pages
+from shmloader.memory.limits import memory_headroom
+from shmloader.slots.budget import LIMITS_IN_A_SHARE, RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget
+from shmloader.slots.inspection import Inspection
+from shmloader.slots.place import GUARDED, LEASED, ByteArray, Guard, Place
 from shmloader.statistics import Counters
 
 _LITTLE_NBYTES = 1 << 16  # copying so few takes less time than the rest of `next()`
+_COPIED = "are copied to private memory, which is correct but slower"
 
 
 class SlotMemory:
@@ -25,27 +26,24 @@ class SlotMemory:
         self.segment = segment
         self.budget = budget
         self.counters = counters or Counters()
-        self.places: list[Place] = []
-        self.tasks = 0
-        self.kept = 0
-        self.committed_nbytes = 0
-        self.guard = Guard()
-        self.inspection = inspection.Inspection() if inspection.wanted() else None
-        self.warning = ""
+        self.places: list[Place] = []  # all that were made, by number
+        self.tasks = 0  # number of places that are ``MAKING`` or ``ARRIVED``
+        self.kept = 0  # number of places that are ``LEASED`` or ``GUARDED``
+        self.committed_nbytes = 0  # sum of all limits
+        self.guard = Guard()  # keeps places back for an accelerator
+        wanted = os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
+        self.inspection = Inspection() if wanted else None
+        self.warning = ""  # for the program, to be given when the next batch is asked for
         self._recent: deque[int] = deque(maxlen=RECENT)  # bytes of the last batches
         self._free: list[Place] = []  # last freed, first granted: its pages are the warmest
         self._empty: list[Place] = []  # free as well, but without memory: granted when no other is free
-        self.window = budget.most_tasks
+        self.window = budget.most_tasks  # tasks that may be sent and not returned; more after `widen`
 
     def reserve(self, place: Place, nbytes: int) -> Extent:
-        """Make a granted slot at least ``nbytes`` large and map it (for a long index batch).
-
-        Raises:
-            SharedMemoryExhausted: If the host cannot give that much.
-        """
+        """Make a granted slot at least ``nbytes`` large, if the host can give that, and map it."""
         if nbytes > place.nbytes:
-            place.nbytes = self.segment.reserve(place.number, place.nbytes, nbytes)
-            self._set_limit(place, max(place.nbytes, place.limit_nbytes))
+            nbytes = self.segment.reserve(place.number, place.nbytes, nbytes)
+            self.committed_nbytes += place.resize(nbytes, max(nbytes, place.limit_nbytes))
         return self.map(place)
 
     def map(self, place: Place) -> Extent:
@@ -53,7 +51,8 @@ class SlotMemory:
         extent = place.extent
         if extent is None or extent.nbytes != place.nbytes:
             self._unmap(place)
-            extent = place.extent = self.segment.map(place.number, place.nbytes)
+            extent = self.segment.map(place.number, place.nbytes)
+            place.set_extent(extent)
         return extent
 
     def _make_ready(self, place: Place) -> Extent:
@@ -66,13 +65,13 @@ class SlotMemory:
             self._unmap(place)
             extent = self.map(place)  # elsewhere
         self.warning = warning or self.warning
-        place.ready = True
+        place.set_extent(extent, ready=True)
         return extent
 
     def _unmap(self, place: Place) -> None:
         if place.extent is not None and place.state not in (LEASED, GUARDED):
             self.guard.unlock(place.extent)
-        place.extent, place.ready = None, False
+        place.set_extent(None)
 
     # --- free slots
 
@@ -88,19 +87,15 @@ class SlotMemory:
             self._empty.append(place)
 
     def _drop_excess(self, place: Place) -> None:
-        """Give back what a free slot has beyond a typical batch."""
-        if not (self.guard.active and place.ready):  # to unlock it and lock it again would take longer
+        """Give back what a free slot has beyond a typical batch, if it has far more."""
+        # To unlock a locked slot and lock it again would take longer.
+        if place.nbytes > self.budget.excess_nbytes and not (self.guard.active and place.ready):
             self._shrink(place, whole_pages(self.budget.hint_nbytes))
 
     def _shrink(self, place: Place, nbytes: int) -> None:
         self._unmap(place)  # first: locked pages that are given back would not be the slot's any more
         self.segment.discard(place.number, place.nbytes, nbytes)
-        place.nbytes = nbytes
-        self._set_limit(place, nbytes)
-
-    def _set_limit(self, place: Place, nbytes: int) -> None:
-        self.committed_nbytes += nbytes - place.limit_nbytes
-        place.limit_nbytes = nbytes
+        self.committed_nbytes += place.resize(nbytes, nbytes)
 
     # --- the budget
 
@@ -120,66 +115,102 @@ class SlotMemory:
 
     def _adapt(self, nbytes: int) -> None:
         """Adapt to the size of a batch: see `Budget.adapt`."""
-        before, counters = self.budget.most_tasks, self.counters
-        counters.largest_batch_nbytes = max(counters.largest_batch_nbytes, nbytes)
+        before = self.budget.most_tasks
+        self.counters.note_size(nbytes)
         self.budget.adapt(nbytes, self._recent, self.tasks, self.used_nbytes(), self._reserved_nbytes())
         self._follow_budget(before)
         for place in self._free:
-            if place.nbytes > self.budget.excess_nbytes:
-                self._drop_excess(place)
+            self._drop_excess(place)
 
     def _follow_budget(self, before: int) -> None:
         """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""
-        if self.budget.most_tasks < before:
-            self.window = self.budget.most_tasks
-            self._warn(memory_warnings.fewer_ahead, self.budget)
-        self._discard_while(lambda: self.committed_nbytes > self.budget.nbytes)
+        budget = self.budget
+        if budget.most_tasks < before:
+            self.window = budget.most_tasks
+            slots, batch_nbytes = budget.wanted_tasks + SPARE_SLOTS, budget.typical_nbytes
+            self._warn(
+                f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} batches "
+                f"(prefetch_factor x num_workers + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this loader "
+                f"may have at once: {budget.most_tasks} instead of {budget.wanted_tasks} batches are made in "
+                f"advance. Batches that it does not hold then {_COPIED}. "
+                f"Pass memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller "
+                "batch_size, prefetch_factor or num_workers."
+            )
+        self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
 
     # --- batches that are copied
 
     def _note_pieces(self, place: Place, nbytes: int) -> None:
         """Note that a batch came in pieces, because its slot could not be made large enough."""
-        self._count_spill(nbytes)
+        budget = self.budget
+        self.counters.add(spills=1, spilled_nbytes=nbytes)
         self._recent.append(nbytes)
-        if nbytes > self.budget.typical_nbytes:
+        if nbytes > budget.typical_nbytes:
             self._adapt(nbytes)
         if nbytes > place.limit_nbytes:
-            self._warn(memory_warnings.larger_than_a_slot, self.budget, nbytes)
+            needed_nbytes = self._needed_nbytes(nbytes)
+            if needed_nbytes <= budget.nbytes:
+                needed_nbytes *= LIMITS_IN_A_SHARE
+            self._warn_of_budget(f"a batch of {nbytes:,} bytes is larger than a slot may be", needed_nbytes)
         else:
-            before = self.budget.most_tasks
-            self.budget.follow_host(self.tasks, self.used_nbytes(), self._reserved_nbytes())
+            before = budget.most_tasks
+            budget.follow_host(self.tasks, self.used_nbytes(), self._reserved_nbytes())
             self._follow_budget(before)
-            self._warn(memory_warnings.refused_by_host, nbytes)
+            self._warn(
+                f"the host gave a slot less shared memory than its batch of {nbytes:,} bytes needs: batches "
+                f"{_COPIED}. Available are {memory_headroom().available_nbytes:,} bytes of memory; address "
+                "space (ulimit -v) and the size of files (ulimit -f) may be limited too."
+            )
 
     def _spill(self, place: Place) -> ByteArray:
         """Copy a batch that may not be leased to private memory."""
         nbytes = place.used_nbytes
         private = np.empty(nbytes, np.uint8)
         private[:] = np.frombuffer(self.map(place).buffer, np.uint8)[:nbytes]
-        self._count_spill(nbytes)
+        self.counters.add(spills=1, spilled_nbytes=nbytes)
         guarded = [place.state for place in self.places].count(GUARDED)
         in_use = self.kept + max(self.budget.most_tasks, self.tasks - 1)
-        if not self.guard.admits_leases():  # for as long as a graph is captured
+        if self.counters.warned_of_spills or not self.guard.admits_leases():  # while a graph is captured
             return private
         if guarded:
-            self._warn(memory_warnings.kept_by_device, self.budget, nbytes, guarded)
+            why = f"the accelerator has yet to read {guarded} batches that the program has dropped"
+            self._warn_of_budget(why, self._needed_nbytes(nbytes) + guarded * whole_pages(nbytes))
         elif nbytes > _LITTLE_NBYTES and in_use >= self.budget.base_slots + RETAINED_SLOTS:
-            self._warn(memory_warnings.kept_beyond_slots, nbytes, self.kept)
+            self._warn(
+                f"the program keeps {self.kept} batches, the most that slots are made for: further ones, "
+                f"this one of {nbytes:,} bytes, {_COPIED}. Keep fewer batches at a time (`del` those that "
+                "you no longer need), or only what is needed of each, copied (`tensor.clone()`, `.item()`)."
+            )
         elif nbytes > _LITTLE_NBYTES:
-            self._warn(memory_warnings.kept_beyond_budget, self.budget, nbytes, self.kept)
+            self._warn_of_budget(f"the program keeps {self.kept} batches", self._needed_nbytes(nbytes))
         return private
 
-    def _count_spill(self, nbytes: int) -> None:
-        self.counters.spills += 1
-        self.counters.spilled_nbytes += nbytes
+    def _needed_nbytes(self, nbytes: int) -> int:
+        """Bytes for slots that each hold the largest batch."""
+        budget = self.budget
+        return (budget.wanted_tasks + SPARE_SLOTS) * whole_pages(max(nbytes, budget.largest_nbytes))
+
+    def _warn_of_budget(self, why: str, needed_nbytes: int) -> None:
+        """Warn that the budget has no room for a batch, and name one that has."""
+        budget, least, fewer = self.budget, "", ""
+        slots = budget.wanted_tasks + SPARE_SLOTS
+        if budget.nbytes <= slots * PAGE_NBYTES:  # a smaller budget was raised to this
+            least = f" (a page for each of {slots} slots, the least there can be)"
+        if self._needed_nbytes(0) > budget.nbytes:
+            fewer = f" If most are as large, fewer than {budget.wanted_tasks} are made in advance."
+        self._warn(
+            f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: batches beyond it "
+            f"{_COPIED}.{fewer} A budget for this loader's slots is at least {needed_nbytes:,} bytes "
+            "(memory_budget_nbytes=...), plus what the program keeps; or use a smaller batch_size, "
+            "prefetch_factor or num_workers."
+        )
+
+    def _warn(self, message: str) -> None:
+        """Have a warning ready for the program; one for each loader."""
+        if self.counters.warns_first("warned_of_spills"):
+            self.warning = message
 
     def take_warning(self) -> str:
         """The warning that is to be given to the program now."""
         warning, self.warning = self.warning, ""
         return warning
-
-    def _warn(self, message: Callable[..., str], *facts: Any) -> None:
-        """Have a warning ready for the program; one for each loader."""
-        if not self.counters.warned_of_spills:
-            self.counters.warned_of_spills = True
-            self.warning = message(*facts)

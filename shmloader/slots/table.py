@@ -8,47 +8,21 @@ from typing import Self
 
 import numpy as np
 
-from shmloader.memory import Segment
+from shmloader.memory import Segment, whole_pages
 from shmloader.memory.limits import memory_headroom
 from shmloader.settings import THREAD, Settings
 from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget
-from shmloader.slots.guard import Guard
 from shmloader.slots.memory import SlotMemory
-from shmloader.slots.place import ARRIVED, FREE, GUARDED, LEASED, MAKING, ByteArray, Lease, Place
+from shmloader.slots.place import ARRIVED, FREE, GUARDED, LEASED, MAKING, ByteArray, Guard, Lease, Place
 from shmloader.statistics import Counters
 from shmloader.wire.records import SPILLED
-
-_UINT8 = np.dtype(np.uint8)  # quicker to use than the type
 
 
 class PlaceTable(SlotMemory):
     """The places of one iterator; not a ring, since leases end in any order.
 
     Whoever holds the table may read all of it; only its methods change it. In between, `check` holds.
-
-    Args:
-        segment: Where the slots' memory comes from; the table owns it.
-        most_tasks, budget_nbytes, workers, follows_host: See `Budget`.
-        epoch: Number of the first epoch.
-        workers_outlive: Whether workers may outlive the table: then `close` leaves them their slots.
-        counters: The loader's counters; the table counts spills.
-
-    Attributes:
-        budget: The limits of memory and of the number of tasks.
-        places: All places that were made, by number.
-        unreturned: Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which
-            their tasks were sent.
-        arrived: The places among them whose batch is here, by ``seq``, in order of arrival.
-        void: Places that are being made and whose batch is not wanted, by ``seq``.
-        unanswered: By worker: tasks that it has not answered, void ones included.
-        epoch: Number of the present epoch, over the iterator's life. Tasks may be of the next one already.
-        window: Tasks that may be sent and not returned; more than ``budget.most_tasks`` after `widen`.
-        tasks: Number of places that are ``MAKING`` or ``ARRIVED``.
-        kept: Number of places that are ``LEASED`` or ``GUARDED``.
-        committed_nbytes: Sum of all limits.
-        guard: Keeps places back for an accelerator; see `guard_with`.
-        inspection: The checks of ``SHMLOADER_DEBUG=1``, or None.
-        warning: A warning for the program, to be given when the next batch is asked for, or "".
+    It owns the segment.
     """
 
     def __init__(
@@ -65,15 +39,19 @@ class PlaceTable(SlotMemory):
     ) -> None:
         budget = Budget(budget_nbytes, most_tasks, workers=workers, follows_host=follows_host)
         super().__init__(segment, budget, counters)
+        # Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which their tasks
+        # were sent.
         self.unreturned: dict[int, Place] = {}
+        # The places among them whose batch is here, by ``seq``, in order of arrival.
         self.arrived: dict[int, Place] = {}
+        # Places that are being made and whose batch is not wanted, by ``seq``.
         self.void: dict[int, Place] = {}
-        self.unanswered = [0] * workers
-        self.epoch = epoch
+        self.unanswered = [0] * workers  # by worker: tasks that it has not answered, void ones included
+        self.epoch = epoch  # the present one; tasks may be of the next one already
         self._sent = 0  # number of the next task
         self._due = 0  # no task before this number is wanted; looking it up is quicker than iterating
         self._released: deque[Lease] = deque()
-        self._workers_outlive = workers_outlive
+        self._workers_outlive = workers_outlive  # then `close` leaves them their slots
         self._closed = False
 
     @classmethod
@@ -122,7 +100,8 @@ class PlaceTable(SlotMemory):
             return True
         if not (waits and self.guard.active):
             return False
-        self.counters.wait_for_device_ns += self.guard.wait(lambda: self.can_lease(waits=False))
+        waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
+        self.counters.add(wait_for_device_ns=waited_ns)
         return self.can_lease(waits=False)
 
     def has_room(self) -> bool:
@@ -139,8 +118,10 @@ class PlaceTable(SlotMemory):
 
     def _has_room_beyond(self) -> bool:
         self.collect()
-        most = self.budget.base_slots + RETAINED_SLOTS
-        return self.kept + self.tasks < most and self.budget.has_room_for_task(self.used_nbytes())
+        budget = self.budget
+        if self.kept + self.tasks >= budget.base_slots + RETAINED_SLOTS:
+            return False
+        return self.used_nbytes() + whole_pages(budget.largest_nbytes) <= budget.nbytes
 
     def resize(self, most_tasks: int) -> bool:
         """Change the number of tasks that may be outstanding, if there is room: see `Budget.resize`."""
@@ -187,22 +168,6 @@ class PlaceTable(SlotMemory):
         """
         if self._released or self.guard.active:
             self.collect()
-        place = self._take_free()
-        place.state = MAKING
-        place.epoch, place.position, place.worker_id, place.payload = epoch, position, worker_id, payload
-        place.void = False
-        place.deaths = 0
-        place.seq = seq = self._sent
-        self._sent = seq + 1
-        self.unreturned[seq] = place
-        self.unanswered[worker_id] += 1
-        self.tasks += 1
-        if self.inspection is not None:
-            self.check()
-        return place
-
-    def _take_free(self) -> Place:
-        """Take a free place, with a limit that leaves room for the others."""
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
         limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self.tasks, self.used_nbytes())
@@ -210,16 +175,22 @@ class PlaceTable(SlotMemory):
             place = Place(len(self.places))
             self.places.append(place)
             self._empty.append(place)
-        free = self._free or self._empty
         if self.inspection is not None and self._free:
-            self.inspection.granted(free[-1], self.map(free[-1]))
-        place = free.pop()
+            self.inspection.granted(self._free[-1], self.map(self._free[-1]))
+        place = (self._free or self._empty).pop()
         if place.nbytes > limit_nbytes:
             self._shrink(place, limit_nbytes)
         self.committed_nbytes += limit_nbytes - place.limit_nbytes
-        place.limit_nbytes = limit_nbytes
+        seq = self._sent
+        place.begin(seq, epoch, position, worker_id, payload, limit_nbytes)
         if not ample:
             self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
+        self._sent = seq + 1
+        self.unreturned[seq] = place
+        self.unanswered[worker_id] += 1
+        self.tasks += 1
+        if self.inspection is not None:
+            self.check()
         return place
 
     def arrive(
@@ -230,20 +201,19 @@ class PlaceTable(SlotMemory):
         Its slot has ``slot_nbytes`` now. The batch takes the first ``header_end``, unless it came in pieces.
         """
         place = self._answered(seq, slot_nbytes)
+        used_nbytes = header_end
         if flags & SPILLED:
+            used_nbytes = 0
             if not place.void:
                 self._note_pieces(place, header_end)
         else:
-            place.used_nbytes = header_end
             self._recent.append(header_end)
             if not self.budget.small_nbytes <= header_end <= self.budget.typical_nbytes:
                 self._adapt(header_end)
         if place.void:
             self._end(place)
         else:
-            place.header_begin, place.header_end = header_begin, header_end
-            place.made_ns, place.flags = made_ns, flags
-            place.state = ARRIVED
+            place.arrive(used_nbytes, header_begin, header_end, made_ns, flags)
             self.arrived[seq] = place
         if self.inspection is not None:
             self.check()
@@ -253,48 +223,31 @@ class PlaceTable(SlotMemory):
         assert place.state is MAKING, f"slot {place.number} published while {place.state}"
         if slot_nbytes != place.nbytes:
             self._unmap(place)  # the pages behind may be given back, and the slot may grow over others later
-            place.nbytes = slot_nbytes
-        self.committed_nbytes += slot_nbytes - place.limit_nbytes
-        place.limit_nbytes = slot_nbytes
+        self.committed_nbytes += place.resize(slot_nbytes, slot_nbytes)
         self.unanswered[place.worker_id] -= 1
         return place
 
     def add_piece(self, seq: int, slot_nbytes: int, total_nbytes: int, piece_nbytes: int) -> None:
-        """Copy a piece of a batch larger than its slot out of the slot's start, into private memory.
-
-        Its worker waits, and writes the next piece afterwards.
-        """
+        """Copy a piece of a batch larger than its slot into private memory; its worker waits meanwhile."""
         place = self.unreturned.get(seq) or self.void[seq]
-        if place.void:
-            return
-        if place.pieces is None:
-            place.pieces, place.pieces_nbytes = np.empty(total_nbytes, np.uint8), 0
-        place.nbytes = slot_nbytes
-        begin, end = place.pieces_nbytes, place.pieces_nbytes + piece_nbytes
-        place.pieces[begin:end] = np.frombuffer(self.map(place).buffer, np.uint8)[:piece_nbytes]
-        place.pieces_nbytes = end
+        if not place.void:
+            place.resize(slot_nbytes, place.limit_nbytes)
+            place.add_piece(total_nbytes, np.frombuffer(self.map(place).buffer, np.uint8)[:piece_nbytes])
 
     def take(self, place: Place, *, early: bool = False) -> tuple[ByteArray, bytes]:
         """Take out a batch that has arrived, to return it; ``early`` means that `finish` is called later.
 
-        Returns:
-            The anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over it:
-            the place is free again when all arrays and tensors made over the anchor are gone too. If the
-            batch was spilled it is a private copy, and the place is free at once.
-
-        Raises:
-            SharedMemoryExhausted: If this process has no address space for it; nothing was changed.
+        Returns the anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over
+        it: the place is free again when all arrays and tensors made over the anchor are gone too. If the
+        batch was spilled it is a private copy, and the place is free at once. Raises `SharedMemoryExhausted`
+        if this process has no address space for it; nothing was changed.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         begin, end = place.header_begin, place.header_end
         if place.pieces is None and self.can_lease():
             extent = place.extent if place.ready else self._make_ready(place)
             assert extent is not None
-            anchor = np.ndarray(place.nbytes, _UINT8, extent.buffer)
-            lease = Lease(anchor, self._released.append)
-            lease.place = place
-            place.lease = lease
-            place.state = LEASED
+            anchor = place.lease_to(extent, self._released.append)
             self.kept += 1
             self.tasks -= 1
             header = bytes(extent.view[begin:end])
@@ -334,28 +287,20 @@ class PlaceTable(SlotMemory):
     def set_void(self, place: Place) -> None:
         """Note that the batch that a worker is making is no longer wanted."""
         self.void[place.seq] = self.unreturned.pop(place.seq)
-        place.void, place.pieces = True, None
+        place.drop_pieces(void=True)
 
     def hand_over(self, worker_id: int) -> list[Place]:
-        """The places that a new worker has to make, in place of one that has ended; the slots stay theirs.
-
-        Those of void tasks become free.
-        """
+        """The places that a new worker has to make in another's place; those of void tasks become free."""
         void = [place for place in self.void.values() if place.worker_id == worker_id]
         held = self.making(worker_id)
         for place in (*void, *held):
             # The worker may have grown it without reporting it.
             self.segment.discard(place.number, place.limit_nbytes, place.nbytes)
-            place.pieces = None
+            place.drop_pieces()
         for place in void:
             self._answered(place.seq, place.nbytes)
             self._end(place)
         return held
-
-    def count_death(self, place: Place) -> int:
-        """Note that a worker has died at a task; returns how many have."""
-        place.deaths += 1
-        return place.deaths
 
     def abandon(self) -> None:
         """Leave the epoch: batches that are here are dropped, and those being made are void."""
@@ -376,9 +321,7 @@ class PlaceTable(SlotMemory):
         self.unanswered.append(0)
 
     def _make_free(self, place: Place) -> None:
-        place.state = FREE
-        place.used_nbytes = 0
-        place.pieces = None
+        place.free()
         if place.nbytes > self.budget.excess_nbytes:
             self._drop_excess(place)
         if self.inspection is not None and place.nbytes:
@@ -396,7 +339,8 @@ class PlaceTable(SlotMemory):
                 place = self._released.popleft().place
             except AttributeError:  # an interrupt ended `take` before it was done
                 continue
-            place.lease, place.state = None, GUARDED
+            if guard.active:
+                place.end_lease()
             ended.append(place)
         for place in guard.pass_on(ended) if guard.active else ended:
             self.kept -= 1
@@ -432,7 +376,8 @@ class PlaceTable(SlotMemory):
                 if place.limit_nbytes and not (place.state is MAKING and self._workers_outlive):
                     # A worker that has ended may have grown its slot up to the limit without reporting it.
                     self.segment.discard(place.number, place.limit_nbytes)
-                place.state, place.nbytes, place.used_nbytes = FREE, 0, 0
+                place.resize(0, place.limit_nbytes)
+                place.free()
         self.segment.close()
 
     def check(self) -> None:

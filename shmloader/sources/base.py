@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import current_allocator, set_current_allocator
+from shmloader.indices.packed_indices import Run
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 """Row numbers, one dimension; negative ones count from the end."""
@@ -33,15 +34,30 @@ sample, also if a row does not exist, so that the error is the dataset's own.
 
 
 class Source(NamedTuple):
-    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches.
-
-    Attributes:
-        gather: See `Gather`.
-        users_code: Whether gathering runs code of the program, which must not run twice for one batch.
-    """
+    """Gathers batches of one dataset, in the process that makes them. Keeps nothing between two batches."""
 
     gather: Gather
+    # Whether gathering runs code of the program, which must not run twice for one batch.
     users_code: bool = False
+    # Like `gather`, of consecutive rows, if that is faster. In the main process only.
+    of_run: Callable[[Run], Any] | None = None
+
+    def gather_run(self, run: Run) -> Any:
+        """The batch of consecutive rows."""
+        return self.gather(run.array()) if self.of_run is None else self.of_run(run)
+
+    def gather_rows(self, rows: Rows) -> Any:
+        """The batch of these rows, which may be consecutive."""
+        run = None if self.of_run is None else _run_of(rows)
+        return self.gather(rows) if run is None else self.gather_run(run)
+
+
+def _run_of(rows: Rows) -> Run | None:
+    begin, count = int(rows[0]), len(rows)
+    if begin < 0 or int(rows[-1]) - begin != count - 1:
+        return None
+    run = Run(begin, begin + count)
+    return run if rows.tobytes() == run.array().tobytes() else None
 
 
 def is_default_collate(collate_fn: object) -> bool:

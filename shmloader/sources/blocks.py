@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from shmloader.codec.array_kinds import Array, array_of_tensor, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.indices.packed_indices import Run
 from shmloader.sources.base import Gather, NotGathered, Rows, Source, make_output, within
 
 _ARRAYS = (np.ndarray, np.memmap)
@@ -30,35 +31,21 @@ def _array_block(array: Array, dtype: torch.dtype) -> Gather:
     return gather
 
 
-def _strided_block(tensor: torch.Tensor) -> Gather:
-    """Rows of a tensor that is not contiguous."""
-
-    def gather(rows: Rows) -> torch.Tensor:
-        rows = within(rows, len(tensor))
-        out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
-        return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
-
-    return gather
-
-
 def is_array(dataset: object) -> bool:
     """Whether `block_of` may have a source for a dataset."""
     return type(dataset) in _ARRAYS or type(dataset) is torch.Tensor
 
 
 def block_of(data: Any, *, in_worker: bool) -> Source:
-    """The source for the rows of an ndarray or a tensor.
+    """The source for the rows of an ndarray or a tensor; `NotGathered` if torch might join them otherwise.
 
     Without workers, the program may change it at any time: so it is looked at for each batch.
-
-    Raises:
-        NotGathered: If its rows, collated one by one, might give another result.
     """
     if type(data) is torch.Tensor:
         if in_worker:
             return Source(_block_of_tensor(data))
         _check_rows(data)
-        return Source(lambda rows: _rows_of_tensor(data, rows))
+        return Source(lambda rows: _rows_of_tensor(data, rows), of_run=lambda run: _run_of_tensor(data, run))
     if type(data) in _ARRAYS:
         array, dtype = _array_of_rows(data)
         if in_worker:
@@ -77,7 +64,13 @@ def _block_of_tensor(tensor: torch.Tensor) -> Gather:
         raise _refused(tensor)
     if tensor.is_contiguous():
         return _array_block(array_of_tensor(tensor, kind.dtype), tensor.dtype)
-    return _strided_block(tensor)
+
+    def gather(rows: Rows) -> torch.Tensor:
+        rows = within(rows, len(tensor))
+        out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
+        return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
+
+    return gather
 
 
 def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -91,10 +84,18 @@ def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
     return tensor.index_select(0, index.to(tensor.device))
 
 
+def _run_of_tensor(tensor: torch.Tensor, run: Run) -> torch.Tensor:
+    _check_rows(tensor)
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        return _rows_of_tensor(tensor, run.array())
+    begin, end = run
+    return tensor.narrow_copy(0, begin, end - begin)  # in half the time of `index_select`
+
+
 def _check_rows(tensor: torch.Tensor) -> None:
     kind = tensor.dtype in CODE_OF_TORCH_DTYPE and tensor.layout is torch.strided and not tensor.is_nested
     lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor
-    if not kind or lazy or 0 in tensor.shape or not _is_of_rows(tensor) or not _joins_row_major(tensor):
+    if not kind or lazy or not tensor.numel() or not _is_of_rows(tensor) or not _joins_row_major(tensor):
         raise _refused(tensor)
 
 

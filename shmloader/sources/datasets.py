@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.indices.array_samplers import is_by_torch
-from shmloader.indices.packed_indices import int_array
+from shmloader.indices.mixture import Mixture
+from shmloader.indices.packed_indices import Run, int_array
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.store_hooks import hooks
@@ -30,6 +32,7 @@ def _tuple_rows(fields: Sequence[Source]) -> Source:
     return Source(
         lambda rows: [as_sample_field(field.gather(rows)) for field in fields],
         True in [field.users_code for field in fields],
+        lambda run: [as_sample_field(field.gather_run(run)) for field in fields],
     )
 
 
@@ -38,6 +41,7 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     return Source(
         lambda rows: {name: field.gather(rows) for name, field in fields.items()},
         any(field.users_code for field in fields.values()),
+        lambda run: {name: field.gather_run(run) for name, field in fields.items()},
     )
 
 
@@ -45,16 +49,23 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
 
 
 def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Source:
-    """Samples of several datasets, all of one form; those of each are scattered to their places."""
+    """Samples of several datasets, all of one form; those of each are scattered to their places.
+
+    The forms of a mixture's sources (stores, say) are seen in each batch.
+    """
     forms = list(map(_form, dataset.datasets))
-    if forms != forms[:1] * len(forms):
+    of_one_form = forms == forms[:1] * len(forms)
+    if not of_one_form and type(dataset) is not Mixture:
         raise NotGathered(
             "the rows of a ConcatDataset lie in several datasets, which are not all made of tensors, or of "
             "arrays, with rows of one dtype and shape. Join these into one: with shmloader.share() of all "
             "rows, or datasets.concatenate_datasets()"
         )
-    parts = [recognise(part).gather for part in dataset.datasets]
-    ends = np.array(dataset.cumulative_sizes)
+    parts = list(map(recognise, dataset.datasets))
+    if any(part.users_code for part in parts):
+        raise NotGathered("a __getbatch__ is called for the whole dataset only, not for parts of it")
+    sizes = list(dataset.cumulative_sizes)
+    ends = np.array(sizes)
     begins = np.concatenate([[0], ends])
 
     def gather(rows: Rows) -> Any:
@@ -63,16 +74,38 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
         rows = rows - begins[part_of]
         first = int(part_of[0])
         if (part_of == first).all():
-            return parts[first](rows)
+            return parts[first].gather(rows)
         present = np.unique(part_of)
         if len(present) > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
             raise NotGathered("few rows of each of many datasets")
         places = [np.flatnonzero(part_of == part) for part in present]
         with own_memory():
-            batches = [parts[part](rows[these]) for part, these in zip(present, places, strict=True)]
+            batches = [parts[part].gather(rows[these]) for part, these in zip(present, places, strict=True)]
+        if not of_one_form and any(_leaf_forms(batch) != _leaf_forms(batches[0]) for batch in batches):
+            raise NotGathered("the sources of a Mixture differ in the fields, dtypes or shapes of this batch")
         return _scatter(batches, [torch.from_numpy(these) for these in places], len(rows))
 
-    return Source(gather)
+    def of_run(run: Run) -> Any:
+        part = bisect.bisect_right(sizes, run.begin)
+        if part == len(sizes) or run.end > sizes[part]:
+            return gather(run.array())
+        before = sizes[part - 1] if part else 0
+        return parts[part].gather_run(Run(run.begin - before, run.end - before))
+
+    return Source(gather, of_run=of_run)
+
+
+def _mixed_rows(mixture: Mixture, recognise: Recognise) -> Source:
+    """Samples of a mixture, with the numbers of their sources if it has them."""
+    samples = _concatenated_rows(mixture, recognise)
+    if not mixture.with_source:
+        return samples
+
+    def numbers(rows: Rows) -> Any:
+        out = make_output(len(rows), (), torch.int64)
+        return out.copy_(torch.from_numpy(mixture.sources_of(within(rows, len(mixture)))))
+
+    return _tuple_rows([samples, Source(numbers)])
 
 
 def _form(dataset: Any) -> Any:
@@ -82,7 +115,7 @@ def _form(dataset: Any) -> Any:
         return kind is torch.Tensor, dataset.dtype, dataset.shape[1:], getattr(dataset, "device", None)
     if kind is Subset:
         return _form(dataset.dataset)
-    if kind is ConcatDataset:
+    if kind is ConcatDataset or (kind is Mixture and not dataset.with_source):
         return _form(dataset.datasets[0])
     if kind is TensorDataset:
         return list(map(_form, dataset.tensors))
@@ -91,6 +124,18 @@ def _form(dataset: Any) -> Any:
     if isinstance(dataset.datasets, dict):
         return [(name, _form(part)) for name, part in dataset.datasets.items()]
     return list(map(_form, dataset.datasets))
+
+
+def _leaf_forms(batch: Any) -> Any:
+    """The structure of a joined batch, with the dtypes and the shapes of its rows."""
+    kind = type(batch)
+    if kind is torch.Tensor and batch.dim():
+        return batch.dtype, batch.shape[1:], batch.device
+    if kind is dict:
+        return [(name, _leaf_forms(part)) for name, part in batch.items()]
+    if kind is list and batch and set(map(type, batch)) <= {torch.Tensor, dict, list}:
+        return list(map(_leaf_forms, batch))
+    raise NotGathered(f"a {kind.__qualname__} that is no tensor is in a batch of several sources")
 
 
 def _scatter(batches: list[Any], places: list[torch.Tensor], count: int) -> Any:
@@ -123,41 +168,47 @@ def _shadows_getitems(dataset: Any) -> bool:
 
 OWN_METHODS = {
     kind: tuple(getattr(kind, name, None) for name in ("__getitem__", "__getitems__"))
-    for kind in (TensorDataset, Subset, StackDataset, ConcatDataset)
+    for kind in (TensorDataset, Subset, StackDataset, ConcatDataset, Mixture)
 }
-"""torch's classes with sources, and the methods by which they get samples."""
+"""Classes with sources, torch's and `Mixture`, and the methods by which they get samples."""
 
 _CHANGED = {
     kind
     for kind, methods in OWN_METHODS.items()
-    if not all(method is None or is_by_torch(method, kind) for method in methods)
+    if kind is not Mixture and not all(method is None or is_by_torch(method, kind) for method in methods)
 }
 
 
 def source_of(dataset: Any, recognise: Recognise, *, in_worker: bool) -> Source:
     """The source for a dataset of exactly one of torch's classes.
 
-    Its `gather` raises `NotGathered` once the program has changed what the dataset is made of.
-
-    Raises:
-        NotGathered: If the program has changed the class's way to get a sample.
+    Its `gather` raises `NotGathered` once the program has changed what the dataset is made of. Raises
+    `NotGathered` if the program has changed the class's way to get a sample.
     """
     made_of = _made_of(dataset)
     source = _source_of(dataset, type(dataset), recognise, in_worker=in_worker)
 
-    def gather(rows: Rows) -> Any:
+    def check() -> None:
         if _made_of(dataset) != made_of:
             raise NotGathered("the dataset was changed since it was looked at")
+
+    def gather(rows: Rows) -> Any:
+        check()
         return source.gather(rows)
 
-    return source._replace(gather=gather)
+    def of_run(run: Run) -> Any:
+        check()
+        return source.gather_run(run)
+
+    return source._replace(gather=gather, of_run=of_run)
 
 
 def _made_of(dataset: Any) -> list[Any]:
     """The identities of the parts of a dataset, in their order."""
     kind = type(dataset)
-    methods = kind.__getitem__, getattr(kind, "__getitems__", None)
-    if _shadows_getitems(dataset) or methods != OWN_METHODS[kind] or kind in _CHANGED:
+    get_one, get_some = OWN_METHODS[kind]
+    changed = kind.__getitem__ is not get_one or getattr(kind, "__getitems__", None) is not get_some
+    if changed or kind in _CHANGED or _shadows_getitems(dataset):
         raise NotGathered(
             f"the program overrides how {kind.__name__} gets a sample. Give a class of your own a method "
             "__getbatch__(indices) that returns the whole batch"
@@ -166,7 +217,7 @@ def _made_of(dataset: Any) -> list[Any]:
         return list(map(id, dataset.tensors))
     if kind is Subset:
         return [id(dataset.dataset)]
-    if kind is ConcatDataset:
+    if kind in (ConcatDataset, Mixture):
         return [*map(id, dataset.datasets), *dataset.cumulative_sizes]
     parts = dataset.datasets
     return [*parts, *map(id, parts.values())] if isinstance(parts, dict) else list(map(id, parts))
@@ -180,10 +231,14 @@ def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: boo
         if in_worker:
             return Source(lambda rows: source.gather(pick(rows)), source.users_code)
         return Source(
-            lambda rows: source.gather(pick_from(dataset.indices, now=True)(rows)), source.users_code
+            lambda rows: source.gather(pick_from(dataset.indices, now=True)(rows)),
+            source.users_code,
+            lambda run: _of_picked_run(source, dataset.indices, run),
         )
     if kind is ConcatDataset:
         return _concatenated_rows(dataset, recognise)
+    if kind is Mixture:
+        return _mixed_rows(dataset, recognise)
     if isinstance(dataset.datasets, dict):
         return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
     return _tuple_rows([recognise(part) for part in dataset.datasets])
@@ -196,9 +251,7 @@ def pick_from(indices: Any, *, now: bool) -> Pick:
     """A function that looks row numbers up in the indices of a ``Subset``.
 
     A list is read here, as a whole; with ``now``, for a function that is called at once, only its rows are.
-
-    Raises:
-        NotGathered: If the indices are anything but whole numbers in one dimension.
+    Raises `NotGathered` if the indices are anything but whole numbers in one dimension.
     """
     kind = type(indices)
     if kind is range:
@@ -224,6 +277,16 @@ def pick_from(indices: Any, *, now: bool) -> Pick:
             "tensor of int64 with one dimension"
         )
     return lambda rows: array.take(rows).astype(np.int64, copy=False)
+
+
+def _of_picked_run(source: Source, indices: Any, run: Run) -> Any:
+    """The batch of consecutive places in the indices of a ``Subset``; these are read now."""
+    begin, end = run
+    if type(indices) is range and indices.step == 1 and indices.start >= 0 and end <= len(indices):
+        return source.gather_run(Run(indices.start + begin, indices.start + end))
+    if type(indices) in (list, tuple) and end <= len(indices):
+        return source.gather_rows(plain_ints(list(indices[begin:end])))
+    return source.gather_rows(pick_from(indices, now=True)(run.array()))
 
 
 def _items(values: Any, places: list[int]) -> list[Any]:

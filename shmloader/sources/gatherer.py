@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.sources.base import (
     NOT_GATHERED,
     NotGathered,
@@ -22,9 +22,8 @@ from shmloader.sources.base import (
     own_memory,
 )
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows
+from shmloader.sources.tables import StoreRows, has_columns, hugging_face_rows
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import unavailable, why_missing
 
@@ -40,11 +39,7 @@ _CHANGED_COLLATE = (
 
 
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
-    """The source for a dataset.
-
-    Raises:
-        NotGathered: If its batches are made sample by sample, with the reason.
-    """
+    """The source for a dataset; `NotGathered`, with the reason, if it has none."""
     if has_getbatch(dataset):
         return Source(dataset.__getbatch__, users_code=True)
     if type(dataset) in OWN_METHODS:
@@ -109,13 +104,16 @@ class Gatherer:
         try:
             if not joins_by_default(self._collate_fn):
                 raise NotGathered(_CHANGED_COLLATE)
-            batch = source.gather(_rows_of(index_batch))
+            if type(index_batch) is Run:
+                batch = source.gather_run(index_batch)
+            else:
+                batch = source.gather(_rows_of(index_batch))
         except Exception as error:
             if source.users_code and not isinstance(error, NotGathered):
                 raise
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if allocator is not None and not source.users_code:
-                allocator.cursor = begin  # the leaves that were made are in no batch
+                allocator.go_back(begin)
             if not self._in_worker:
                 self._source = None  # the program may have changed the dataset
             return NOT_GATHERED

@@ -266,7 +266,7 @@ def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
 
     Args:
         value: The object.
-        arrays: Whether to count the data of arrays and tensors, which no one copies by reading it.
+        arrays: Whether to count the data of arrays, tensors and stores, which no one copies by reading it.
     """
     table = value.table if is_table_in_memory(value) else value
     return int(table.nbytes) if is_arrow(table) else _nbytes_of(value, set(), arrays=arrays)
@@ -298,6 +298,8 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
     if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
         return _TENSOR_NBYTES + (_nbytes_under(value) if arrays and value.layout is torch.strided else 0)
     nbytes = static.sizeof(value)
+    if not arrays and is_store(value):
+        return nbytes
     if is_a(value, np.ndarray):
         if not _DTYPE(value).hasobject:
             return max(nbytes, _nbytes_under(value)) if arrays else _TENSOR_NBYTES  # of a view too

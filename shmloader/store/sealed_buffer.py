@@ -27,11 +27,17 @@ from typing import Any, Self
 import numpy as np
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.memory.descriptor import Descriptor
-from shmloader.memory.headroom import check_headroom, exhausted
 from shmloader.memory.huge_pages import make_pages_huge, take_huge_pages
-from shmloader.memory.mapping import MAP_NORESERVE, PAGE_NBYTES, READ_WRITE, map_file, whole_pages
-from shmloader.memory.platform import check_memory
+from shmloader.memory.limits import check_headroom, exhausted
+from shmloader.memory.mapping import (
+    MAP_NORESERVE,
+    PAGE_NBYTES,
+    READ_WRITE,
+    check_memory,
+    map_file,
+    whole_pages,
+)
+from shmloader.memory.segment import Descriptor
 
 ALIGNMENT = 64
 """Default alignment of what is appended, in bytes: a cache line, and what Arrow recommends."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.multiprocessing
 
 from shmloader.errors import NotSharedWarning, warn
-from shmloader.memory.process_memory import CopiedMemory
 from shmloader.settings import THREAD
 from shmloader.statistics import Counters
 from shmloader.store import kinds, static
@@ -28,6 +31,38 @@ _BATCHES = 4  # a worker may make so many of the largest in memory that this pro
 _LEAST_OWNED = 0.25  # of what was copied, by what is called its owner
 _MOST_OF = 0.5  # its holder's bytes, by what is named in its holder's place
 _MOST_SIZED = 2000  # objects, those next to the dataset, whose sizes are estimated
+
+
+class CopiedMemory:
+    """The memory of its parent that a forked process copies, without its own and without shared memory.
+
+    A process that gives inherited memory back, as when it collects its parent's garbage, and also allocates
+    may seem to have copied as many bytes more.
+
+    Raises:
+        psutil.Error, OSError: In every method, if the process is gone.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._folder = Path("/proc", str(pid))
+        # It may have allocated by now: it began with no more than its parent has.
+        memories = (psutil.Process(pid).memory_info(), psutil.Process().memory_info())
+        self._anonymous_nbytes: int = min(memory.rss - memory.shared for memory in memories)
+
+    def most_nbytes(self) -> int:
+        """An upper bound, by its page faults; costs nothing."""
+        stat = (self._folder / "stat").read_text(errors="replace")
+        return int(stat.rpartition(")")[2].split()[7]) * mmap.PAGESIZE
+
+    def nbytes(self) -> int:
+        """Bytes of pages copied, by either side, and of those that only it still has; 25 ms for each GB."""
+        smaps = (self._folder / "smaps").read_text(errors="replace")
+        private, anonymous = (
+            [int(kb) * 1024 for kb in re.findall(rf"^{name}: +(\d+) kB", smaps, re.MULTILINE)]
+            for name in ("Private_Dirty", "Anonymous")
+        )
+        allocated = max(0, sum(anonymous) - self._anonymous_nbytes)
+        return min(self.most_nbytes(), sum(map(min, private, anonymous))) - allocated
 
 
 class CopyWatch:
@@ -61,13 +96,12 @@ class CopyWatch:
 
     def warn(self) -> None:
         """Warn if the workers have copied much; once for each loader."""
-        if self._said and not self._counters.warned_of_copies:
-            self._counters.warned_of_copies = True
+        if self._said and self._counters.warns_first("warned_of_copies"):
             warn(self._said, NotSharedWarning)
 
     def _describe(self, copied: int, num_workers: int) -> str:
         graph = Graph(self._dataset)
-        nbytes, owner = _largest(graph)
+        nbytes, owner = largest_holder(graph)
         said = (
             f"each of {num_workers} workers has copied up to {copied:,} bytes of this process's memory: "
             "reading Python objects writes their reference counts."
@@ -93,7 +127,7 @@ class CopyWatch:
         )
 
 
-def _largest(graph: Graph) -> tuple[int, Node]:
+def largest_holder(graph: Graph) -> tuple[int, Node]:
     """The largest holder of objects and their bytes; or, of holders in each other, the innermost of most."""
     nodes = itertools.islice(graph.nodes.values(), _MOST_SIZED)
     sizes = [(kinds.estimate_nbytes(node.value, arrays=False), node) for node in nodes]

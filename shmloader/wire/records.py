@@ -6,7 +6,8 @@ the writer is killed. The right to write a slot passes with the record that name
 it, and the channel is the memory fence between the two processes.
 
 Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`. Answers come back: `Published`,
-`PieceReady`, `StreamEnded`, `EpochBegun`. Both name a task by ``seq``, its number over the iterator's life.
+`PieceReady`, `StreamEnded`, `EpochBegun`, and `BatchTimes` just before a `Published`. Both name a task by
+``seq``, its number over the iterator's life.
 Senders pack them from their fields, without an object; receivers get objects.
 """
 
@@ -47,56 +48,34 @@ def _packs(kinds: _Kinds, kind: Any, fields: str, nbytes: int) -> Callable[..., 
 
 
 class MakeBatch(NamedTuple):
-    """A task: make one batch in the slot that comes with it.
+    """A task: make one batch in the slot that comes with it."""
 
-    Attributes:
-        epoch: Number of the epoch, over the iterator's life.
-        seq: The task.
-        position: Number of the batch in its epoch.
-        slot: The slot granted.
-        slot_nbytes: Bytes reserved for the slot.
-        hint_nbytes: Bytes to reserve before collating, as large batches so far have needed.
-        limit_nbytes: Bytes up to which the worker may grow the slot.
-        payload_nbytes: Length of the packed index batch.
-        payload: The packed index batch, padded; without meaning if it is longer than ``INLINE_NBYTES``.
-    """
-
-    epoch: int
+    epoch: int  # number of the epoch, over the iterator's life
     seq: int
-    position: int
+    position: int  # number of the batch in its epoch
     slot: int
-    slot_nbytes: int
-    hint_nbytes: int
-    limit_nbytes: int
-    payload_nbytes: int
-    payload: bytes
+    slot_nbytes: int  # bytes reserved for the slot
+    hint_nbytes: int  # bytes to reserve before collating, as large batches so far have needed
+    limit_nbytes: int  # bytes up to which the worker may grow the slot
+    payload_nbytes: int  # length of the packed index batch
+    payload: bytes  # the packed index batch, padded; without meaning if it is longer than ``INLINE_NBYTES``
 
 
 class SendNextPiece(NamedTuple):
-    """Permission to write the next piece of a large batch: the last one was copied out of the slot.
-
-    Attributes:
-        seq: The task.
-    """
+    """Permission to write the next piece of a large batch: the last one was copied out of the slot."""
 
     seq: int
 
 
 class BeginEpoch(NamedTuple):
-    """The beginning of an epoch, to which all later tasks belong.
+    """The beginning of an epoch, to which all later tasks belong."""
 
-    Attributes:
-        epoch: Number of the epoch, over the iterator's life.
-        total_nbytes: Length of the pickled `EpochSettings`, which may come in several such records; 0 for a
-            worker that was started with them, which answers with `EpochBegun`.
-        begin: Bytes of the settings in earlier records.
-        piece: The next of them, padded.
-    """
-
-    epoch: int
+    epoch: int  # number of the epoch, over the iterator's life
+    # Length of the pickled `EpochSettings`, which may come in several such records; 0 for a worker that was
+    # started with them, which answers with `EpochBegun`.
     total_nbytes: int
-    begin: int
-    piece: bytes
+    begin: int  # bytes of the settings in earlier records
+    piece: bytes  # the next of them, padded
 
 
 Request = MakeBatch | SendNextPiece | BeginEpoch
@@ -122,71 +101,68 @@ memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, wit
 
 
 class Published(NamedTuple):
-    """The end of a task: a batch, or an exception in its place, is complete in the slot.
-
-    Attributes:
-        seq: The task.
-        slot_nbytes: Bytes reserved for the slot now.
-        header_begin: Bytes from the slot's start to the header.
-        header_end: Bytes from the slot's start to the end of the header, and so of the batch.
-        wait_ns: Nanoseconds that the worker waited for this task, that is, for a slot.
-        made_ns: Nanoseconds that it then took to make the batch.
-        flags: Sum of `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches.
-    """
+    """The end of a task: a batch, or an exception in its place, is complete in the slot."""
 
     seq: int
-    slot_nbytes: int
-    header_begin: int
-    header_end: int
-    wait_ns: int
-    made_ns: int
-    flags: int
+    slot_nbytes: int  # bytes reserved for the slot now
+    header_begin: int  # bytes from the slot's start to the header
+    header_end: int  # bytes from the slot's start to the end of the header, and so of the batch
+    wait_ns: int  # nanoseconds that the worker waited for this task, that is, for a slot
+    made_ns: int  # nanoseconds that it then took to make the batch
+    flags: int  # sum of `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches
 
 
 class PieceReady(NamedTuple):
-    """A piece of a batch that is larger than its slot, at the slot's start.
-
-    Attributes:
-        seq: The task.
-        slot_nbytes: Bytes reserved for the slot now.
-        total_nbytes: Bytes of the whole batch.
-        piece_nbytes: Bytes of this piece.
-    """
+    """A piece of a batch that is larger than its slot, at the slot's start."""
 
     seq: int
-    slot_nbytes: int
+    slot_nbytes: int  # bytes reserved for the slot now
     total_nbytes: int
-    piece_nbytes: int
+    piece_nbytes: int  # bytes of this piece
 
 
 class StreamEnded(NamedTuple):
-    """The end of a task without a batch: the worker's iterable-style dataset is exhausted.
-
-    Attributes:
-        seq: The task.
-        slot_nbytes: Bytes reserved for the slot now.
-    """
+    """The end of a task without a batch: the worker's iterable-style dataset is exhausted."""
 
     seq: int
-    slot_nbytes: int
+    slot_nbytes: int  # bytes reserved for the slot now
 
 
 class EpochBegun(NamedTuple):
-    """A worker that was started in the middle of an epoch is ready for its tasks.
+    """A worker that was started in the middle of an epoch is ready for its tasks."""
 
-    Attributes:
-        epoch: As in `BeginEpoch`.
+    epoch: int  # as in `BeginEpoch`
+
+
+class BatchTimes(NamedTuple):
+    """The times of a batch in its worker, while a loader is profiled; the batch follows in the same write.
+
+    Seconds have the precision of a 32-bit float.
     """
 
-    epoch: int
+    seq: int  # the task
+    began_ns: int  # when the worker had the task, by ``perf_counter_ns()``, the same clock in all processes
+    wait_s: float  # seconds that it had waited for it
+    fetch_s: float  # seconds that it fetched samples; with `collate_s` in it if rows were gathered
+    collate_s: float  # seconds in ``collate_fn``
+    write_s: float  # seconds that it encoded the batch: copies of leaves into the slot, pickling of the rest
+    cpu_s: float  # seconds of processor time of the worker since it last told them; 0 if that was just before
+    delay_s: float  # seconds since then in which it was ready to run and had no core
+    # Seconds of the slowest `slowest_count` samples that were fetched together; 0 if unknown.
+    slowest_s: float
+    slowest_begin: int  # the place of the first of them in the index batch
+    slowest_count: int  # their number, mostly 1
+    copied_nbytes: int  # bytes of leaves that were copied into the slot
+    header_nbytes: int  # bytes of the header
 
 
-Answer = Published | PieceReady | StreamEnded | EpochBegun
+Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes
 
 pack_published = _packs(_answers, Published, "QQQQQQB", ANSWER_NBYTES)
 pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
+pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHQI", ANSWER_NBYTES)
 
 
 PUBLISHED = 1

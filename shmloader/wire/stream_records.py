@@ -9,45 +9,28 @@ OWN, SHARD, STRIDE = "own", "shard", "stride"
 
 
 class Cursor(NamedTuple):
-    """A place in a part of a stream: the samples that were drawn before it.
+    """A place in a part of a stream: the samples that were drawn before it."""
 
-    Attributes:
-        drawn: Samples that were drawn from it; draws that raised count.
-        state: States of the dataset and its iterator, pickled by the worker, or empty.
-        state_drawn: Samples that had been drawn when the states were taken.
-        ended: Whether the stream is known to have ended; states of datasets need not include that.
-        raised: Draws that raised.
-        state_raised: Draws that had raised when the states were taken.
-    """
-
-    drawn: int = 0
-    state: bytes = b""
-    state_drawn: int = 0
-    ended: bool = False
+    drawn: int = 0  # samples that were drawn from it; draws that raised count
+    state: bytes = b""  # states of the dataset and its iterator, pickled by the worker, or empty
+    state_drawn: int = 0  # samples that had been drawn when the states were taken
+    ended: bool = False  # whether the stream is known to have ended; states of datasets need not include that
     raised: int = 0
-    state_raised: int = 0
+    state_raised: int = 0  # draws that had raised when the states were taken
 
 
 class StreamRules(NamedTuple):
-    """The rules by which workers divide a stream and continue in it.
-
-    Attributes:
-        rank: This rank.
-        ranks: Number of ranks.
-        batch_size: Samples of a batch, 1 without batches.
-        snapshot_every: Batches of a worker from one state of the dataset to the next, once states are wanted.
-        layout: How the stream is divided in this epoch: `OWN`, `SHARD` or `STRIDE`.
-        later_layout: How it is divided in epochs that are not resumed.
-        cursors: Places to continue from, none in an epoch that is not resumed. With `STRIDE` it is one place
-            in the whole stream, which all workers draw; else there is one for each part.
-    """
+    """The rules by which workers divide a stream and continue in it."""
 
     rank: int = 0
     ranks: int = 1
-    batch_size: int = 1
+    batch_size: int = 1  # samples of a batch, 1 without batches
+    # Batches of a worker from one state of the dataset to the next, once states are wanted.
     snapshot_every: int = 1
-    layout: str = OWN
-    later_layout: str = OWN
+    layout: str = OWN  # how the stream is divided in this epoch: `OWN`, `SHARD` or `STRIDE`
+    later_layout: str = OWN  # how it is divided in epochs that are not resumed
+    # Places to continue from, none in an epoch that is not resumed; with `STRIDE` it is one place in the
+    # whole stream, which all workers draw; else there is one for each part.
     cursors: tuple[Cursor, ...] = ()
 
     def from_the_beginning(self) -> StreamRules:
@@ -74,15 +57,10 @@ class StreamRules(NamedTuple):
 
 
 class StreamReport(NamedTuple):
-    """A report that comes with a batch of a stream, so that the stream can be resumed after it.
+    """A report that comes with a batch of a stream, so that the stream can be resumed after it."""
 
-    Attributes:
-        part: The part that the batch is of.
-        cursor: The place after the batch; its state is empty if none was taken.
-    """
-
-    part: int
-    cursor: Cursor
+    part: int  # the part that the batch is of
+    cursor: Cursor  # the place after the batch; its state is empty if none was taken
 
 
 NOTHING_DRAWN = StreamReport(-1, Cursor())

@@ -1,4 +1,4 @@
-"""Default collate straight into the slot, and ``empty()`` for custom collate functions.
+"""Default collate straight into the slot; ``empty()`` and `collate_packed` for a program's own batches.
 
 torch's ``default_collate`` looks up how to join samples in a public map at every call. A worker replaces
 torch's entry for tensors there by a function that writes into the slot of the current task. So a
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils.data import default_collate, default_convert
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 
-_CollateMap = dict[Any, Callable[..., Any]]
+_LABELS, _NO_LABEL = "labels", -100  # which torch's losses ignore
 _in_worker_process = False
 
 
@@ -53,11 +53,46 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
 
 
+def collate_packed(samples: Sequence[Any]) -> dict[str, Any]:
+    """Join samples to one row without padding, for attention over sequences of various lengths.
+
+    It is meant for batches of a `TokenBatchSampler` with ``layout="packed"``. Names and values are those of
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers.
+
+    Args:
+        samples: Sequences of tokens, or dicts of sequences that are equally long within a sample, such as
+            ``input_ids`` and ``labels``. A sequence is a tensor, an array or a list of shape ``(length,)``.
+
+    Returns:
+        The sequences joined, each of shape ``(1, total)``; bare ones are ``input_ids``. The first label of
+        each sample is -100, since no token of its own comes before it. ``position_ids``, int64 of shape
+        ``(1, total)``, begin at 0 in each sample. ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape
+        ``(samples + 1,)``, are the boundaries; ``max_length_q`` and ``max_length_k`` the longest length.
+
+    Raises:
+        ValueError: If the sequences of a sample differ in length; the sample's place and lengths are named.
+    """
+    rows = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
+    parts = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+    lengths = [len(one) for one in next(iter(parts.values()))]
+    for place, length in enumerate(lengths):
+        if any(len(part[place]) != length for part in parts.values()):
+            found = ", ".join(f"{name}: {len(part[place]):,}" for name, part in parts.items())
+            raise ValueError(f"the sequences of sample {place} of {len(rows)} differ in length: {found}")
+    batch: dict[str, Any] = {name: torch.cat(part)[None] for name, part in parts.items()}
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    if _LABELS in batch:
+        batch[_LABELS][0, ends[:-1].long()] = _NO_LABEL
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = ends
+    batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+    return batch
+
+
 def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -> Callable[[Any], Any]:
     """Let ``default_collate`` write into slots: in this process, or with ``in_thread`` in its worker threads.
 
-    Returns:
-        The function to call in place of the loader's ``collate_fn``.
+    Returns the function to call in place of the loader's ``collate_fn``.
     """
     global _in_worker_process  # noqa: PLW0603 - a process is a worker for good
     _in_worker_process |= not in_thread  # also where a worker's dataset has a loader with threads
@@ -82,10 +117,6 @@ def _collate(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
 
 def _join_by_torch(samples: Sequence[Any], _: SlotAllocator) -> Any:
     return default_collate(samples)  # type: ignore[arg-type]
-
-
-def _join_strings(samples: Sequence[Any], _: SlotAllocator) -> Any:
-    return samples
 
 
 def _join_dicts(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
@@ -120,21 +151,30 @@ def _stack_tensors(samples: Sequence[torch.Tensor], allocator: SlotAllocator) ->
             return output.placeholder
     except (RuntimeError, TypeError, NotImplementedError):
         pass  # shapes that differ, nested, sparse, on another device: torch's own function has the error
-    allocator.cursor = begin  # the output is in no batch yet
+    allocator.go_back(begin)
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
 def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], allocator: SlotAllocator) -> Any:
     first, begin = samples[0], allocator.cursor
+    # torch raises errors of its own for other strides. Only the first sample's are looked at, for speed: the
+    # others are joined correctly with any.
+    strides = first.strides
+    fits = not strides or (min(strides) >= 0 and not gcd(*strides) % first.itemsize)
     try:
-        if _are_rows(samples) and _has_torchs_strides(first):
+        # Concatenation stacks arrays of one length, in half the time of numpy.stack.
+        if (
+            fits
+            and first.ndim
+            and set(map(type, samples)) == {np.ndarray}
+            and len(set(map(len, samples))) == 1
+        ):
             output = allocator.output(len(samples), first.shape, first.dtype)
             if output is not None:
-                # In half the time of numpy.stack.
                 np.concatenate(samples, out=output.rows, casting="no")
                 return output.placeholder
     except (TypeError, ValueError):
-        allocator.cursor = begin  # shapes or dtypes that differ; the output is in no batch yet
+        allocator.go_back(begin)  # shapes or dtypes that differ
     return _join_by_torch(samples, allocator)
 
 
@@ -155,8 +195,8 @@ _JOIN: dict[type, Callable[[Sequence[Any], SlotAllocator], Any]] = {
     np.ndarray: _stack_arrays,
     int: _join_numbers,
     float: _join_numbers,
-    str: _join_strings,
-    bytes: _join_strings,
+    str: lambda samples, _: samples,
+    bytes: lambda samples, _: samples,
     dict: _join_dicts,
     tuple: _join_sequences,
     list: _join_sequences,
@@ -164,24 +204,7 @@ _JOIN: dict[type, Callable[[Sequence[Any], SlotAllocator], Any]] = {
 """By the exact class of the first sample."""
 
 
-def _are_rows(arrays: Sequence[Any]) -> bool:
-    """Whether all are ndarrays of one length: then concatenation stacks them, if it is possible."""
-    first = arrays[0]
-    return first.ndim > 0 and set(map(type, arrays)) == {np.ndarray} and len(set(map(len, arrays))) == 1
-
-
-def _has_torchs_strides(array: np.ndarray[Any, Any]) -> bool:
-    """Whether torch accepts an ndarray of such strides; for others it raises errors of its own.
-
-    Only the first sample is checked, for speed. The others are joined correctly with any strides.
-    """
-    strides = array.strides
-    return not strides or (min(strides) >= 0 and not gcd(*strides) % array.itemsize)
-
-
-def collate_tensors(
-    batch: Sequence[torch.Tensor], *, collate_fn_map: _CollateMap | None = None
-) -> torch.Tensor:
+def collate_tensors(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack tensors into the slot, in place of torch's ``collate_tensor_fn``: same result and errors.
 
     Outside of shmloader's workers it calls torch's own function.

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from shmloader.distributed import refused_collectives
 from shmloader.failures.exceptions import add_note
 from shmloader.indices.samplers import attribute_of
+from shmloader.worker.fetcher import Probe
 from shmloader.worker.random_state import GlobalStates, other_global_states
 
 _SHORT = 32  # items of a container that is searched whole
@@ -29,16 +30,13 @@ _IN_WORKERS = (
 
 
 class EpochSettings(NamedTuple):
-    """Settings that differ from epoch to epoch; they cross the process boundary.
+    """Settings that differ from epoch to epoch; they cross the process boundary."""
 
-    Attributes:
-        shared_seed: Seed that all workers share (torch's DataPipes), or None.
-        calls: Arguments of ``loader.set_epoch()`` since the last epoch began, each with the states that the
-            program's global generators had before its dataset was called.
-    """
-
-    shared_seed: int | None
+    shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
+    # Arguments of ``loader.set_epoch()`` since the last epoch began, each with the states that the program's
+    # global generators had before its dataset was called.
     calls: list[tuple[int, GlobalStates]]
+    make_probe: Callable[[], Probe] | None = None  # makes a worker's probe if this epoch is profiled
 
     def make_calls(self, owners: list[Any]) -> None:
         """Call ``set_epoch()`` of a worker's datasets, which draw what the program's have drawn."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from shmloader.failures.bad_samples import RAISE, pack
 from shmloader.settings import Settings
@@ -12,27 +12,41 @@ from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
 
 
+class Probe(Protocol):
+    """Measures what a worker does for each batch, while its loader is profiled; one for each worker."""
+
+    def around_fetch(self, fetch: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
+        """A function like ``fetch(dataset, indices)`` that finds the slowest samples."""
+
+    def around_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function like ``collate_fn`` that is timed."""
+
+    def begin(self, received_ns: int, copied_nbytes: int) -> None:
+        """Begin a batch whose task was received at a time of ``perf_counter_ns``.
+
+        ``copied_nbytes`` and that of `end` count the bytes copied in all batches so far.
+        """
+
+    def note_made(self) -> None:
+        """Note that the samples are fetched and collated."""
+
+    def end(self, seq: int, wait_ns: int, copied_nbytes: int, header_nbytes: int) -> bytes:
+        """End the batch; returns its packed `BatchTimes`."""
+
+
 class FetchRules(NamedTuple):
-    """The loader's arguments that affect fetching.
+    """The loader's arguments that affect fetching."""
 
-    Attributes:
-        iterable: Whether the dataset is iterable-style.
-        auto_collation: Whether an index batch is a list of indices; else it is one index.
-        drop_last: Whether an iterable dataset's last, shorter batch is left out.
-        collate_fn: Joins samples (or converts the one sample, without auto collation).
-        on_error: What to do with a sample that raises: see ``DataLoader``.
-        stream: The rules for the stream of an iterable-style dataset.
-        in_worker: Whether a worker publishes the batches. A loader without workers, which a dataset may use
-            inside a worker, returns them to the user's code.
-    """
-
-    iterable: bool
-    auto_collation: bool
-    drop_last: bool
-    collate_fn: Callable[[Any], Any]
-    on_error: str = RAISE
+    iterable: bool  # whether the dataset is iterable-style
+    auto_collation: bool  # whether an index batch is a list of indices; else it is one index
+    drop_last: bool  # whether an iterable dataset's last, shorter batch is left out
+    collate_fn: Callable[[Any], Any]  # joins samples (or converts the one sample, without auto collation)
+    on_error: str = RAISE  # what to do with a sample that raises: see ``DataLoader``
     stream: StreamRules = StreamRules()
+    # Whether a worker publishes the batches; a loader without workers, which a dataset may use inside a
+    # worker, returns them to the user's code.
     in_worker: bool = False
+    probe: Probe | None = None  # measures, while the loader is profiled
 
     @classmethod
     def of(cls, settings: Settings, stream: StreamRules | None) -> Self:
@@ -48,10 +62,7 @@ class FetchRules(NamedTuple):
 
 
 class Fetcher(ABC):
-    """Makes one batch for one index batch.
-
-    Each batch begins a new list of bad samples, so that none is reported twice.
-    """
+    """Makes one batch for one index batch, each with a new list of bad samples: none is reported twice."""
 
     def __init__(self) -> None:
         self._bad: list[BadSample] = []
@@ -60,10 +71,8 @@ class Fetcher(ABC):
     def fetch(self, index_batch: Any) -> Any:
         """Fetch and collate; returns a `Report` if there is something to report.
 
-        In a worker the batch has placeholders for the leaves that lie in the slot already.
-
-        Raises:
-            StopIteration: If an iterable dataset is exhausted.
+        In a worker the batch has placeholders for the leaves that lie in the slot already. Raises
+        `StopIteration` if an iterable dataset is exhausted.
         """
 
     def place(self) -> StreamReport | None:

@@ -52,32 +52,23 @@ class WarmHeap:
 def warm_heap(num_workers: int) -> WarmHeap | None:
     """Make this process's heap warm, for good; the program's own settings later on go before it.
 
-    Returns:
-        None, and nothing is changed, with ``SHMLOADER_WARM_MEMORY=0``, if the environment sets the allocator
-        (``MALLOC_...``, ``GLIBC_TUNABLES``), and with another allocator than glibc's.
+    Returns None, and nothing is changed, with ``SHMLOADER_WARM_MEMORY=0``, if the environment sets the
+    allocator (``MALLOC_...``, ``GLIBC_TUNABLES``), and where the process allocates with another one than
+    glibc's: musl, a preloaded jemalloc or tcmalloc.
     """
-    if os.environ.get("SHMLOADER_WARM_MEMORY") == "0":
+    is_set = any(name.startswith("MALLOC_") for name in os.environ)
+    is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if is_set or os.environ.get("SHMLOADER_WARM_MEMORY") == "0":
         return None
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    ):
-        return None
-    glibc = _glibc_in_use()
-    if glibc is None:
-        return None
-    heap = WarmHeap(glibc, num_workers)
-    if not heap.is_warm:
-        _logger.info("glibc refuses mallopt(); workers give memory back with every batch")
-        return None
-    return heap
-
-
-def _glibc_in_use() -> Any:
-    """glibc, if this process allocates with it: not musl, no preloaded jemalloc or tcmalloc."""
     try:
         program, glibc = ctypes.CDLL(None), ctypes.CDLL("libc.so.6")
         own, found = (ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (glibc, program))
-        known = own == found and hasattr(glibc, "mallopt") and hasattr(glibc, "malloc_trim")
+        if own != found or not hasattr(glibc, "mallopt") or not hasattr(glibc, "malloc_trim"):
+            return None
     except (OSError, AttributeError, TypeError):  # musl, macOS; Windows
         return None
-    return glibc if known else None
+    heap = WarmHeap(glibc, num_workers)
+    if heap.is_warm:
+        return heap
+    _logger.info("glibc refuses mallopt(); workers give memory back with every batch")
+    return None

@@ -1,4 +1,4 @@
-"""The worker's loop. Runs in the worker process (`process`) or thread (`thread`).
+"""The worker's loop. Runs in the worker process or thread.
 
 It takes one task at a time: read a record, fetch samples, collate them into the granted slot, publish. A
 worker ends when its link is closed. A worker process also ends when the main process dies.
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +44,9 @@ from shmloader.wire.records import (
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.epoch_settings import EpochSettings, owners_in
-from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.fetcher import Fetcher, FetchRules, Probe
 from shmloader.worker.heap import WarmHeap
+from shmloader.worker.links import Link
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
@@ -55,59 +56,19 @@ _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """The arguments of a worker, besides its link; they cross the process boundary once.
+    """The arguments of a worker, besides its link; they cross the process boundary once."""
 
-    Attributes:
-        worker_id: 0 to ``num_workers - 1``.
-        num_workers: Workers of this iterator.
-        segment: The iterator's shared memory, to attach to.
-        dataset: The dataset.
-        rules: The rules for fetching from it.
-        base_seed: The iterator's base seed.
-        shared_seed: Seed that all workers share (torch's DataPipes), or None.
-        init_fn: The user's ``worker_init_fn``, called after seeding.
-        seeds_samples: Whether the generators are seeded for each sample (``dispatch="dynamic"``).
-        places: Whether results of torch's calls are made in the slot.
-    """
-
-    worker_id: int
-    num_workers: int
-    segment: Segment
+    worker_id: int  # 0 to ``num_workers - 1``
+    num_workers: int  # workers of this iterator
+    segment: Segment  # the iterator's shared memory, to attach to
     dataset: Any
     rules: FetchRules
     base_seed: int
-    shared_seed: int | None
-    init_fn: Callable[[int], None] | None
-    seeds_samples: bool
-    places: bool
-
-
-class Link(Protocol):
-    """A worker's end of its connection with the main process: records in, records out.
-
-    Attributes:
-        in_thread: Whether the worker is a thread of the main process.
-        wait_ns: Nanoseconds that the last `receive` waited.
-        received_ns: When it returned, by ``time.perf_counter_ns()``.
-        closed: Whether the main process is known to want nothing more.
-        dataset: For a thread, a copy of the dataset for its next epoch if it is to take a new one.
-    """
-
-    in_thread: bool
-    wait_ns: int
-    received_ns: int
-    closed: bool
-    dataset: Any
-
-    def receive(self) -> bytes:
-        """The next record; sleeps until there is one.
-
-        Raises:
-            BrokenPipeError: If the main process wants nothing more of this worker; so does `send`.
-        """
-
-    def send(self, record: bytes) -> None:
-        """Send a record."""
+    shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
+    init_fn: Callable[[int], None] | None  # the user's ``worker_init_fn``, called after seeding
+    seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
+    places: bool  # whether results of torch's calls are made in the slot
+    make_probe: Callable[[], Probe] | None = None  # makes the worker's probe if the loader is profiled
 
 
 class Loop:
@@ -126,6 +87,8 @@ class Loop:
         if is_own(collate_fn):
             collate_fn = self._placement.around(collate_fn)
         self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
+        self._probe: Probe | None = None
+        self._measure_with(arguments.make_probe)
         self._dataset = arguments.dataset
         self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
         self._fetcher: Fetcher | None = None
@@ -175,19 +138,19 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
+    def _measure_with(self, make_probe: Callable[[], Probe] | None) -> None:
+        """Measure from the next fetcher on, or no longer."""
+        self._probe = None if make_probe is None else make_probe()
+        self._rules = self._rules._replace(probe=self._probe)
+
     def _make_fetcher(self) -> Fetcher:
         dataset, rules = self._dataset, self._rules
         if self._seeds is not None:
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
-        if self._in_thread:
-            dataset = before_each_sample(dataset, rules, self._end_if_closed)
+        if self._link.in_thread:
+            dataset = before_each_sample(dataset, rules, self._link.end_if_closed)
         dataset = around_each_batch(dataset, rules, self._placement)
         return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
-
-    def _end_if_closed(self) -> None:
-        """End in the middle of a batch that is not wanted: a thread cannot be ended from outside."""
-        if self._link.closed:
-            raise BrokenPipeError("the main process wants nothing more")
 
     def _serve(self) -> None:
         """Answer one request."""
@@ -198,6 +161,8 @@ class Loop:
             request = unpack_request(self._link.receive())
             self._wait_ns, self._received_ns = self._link.wait_ns, self._link.received_ns
         if type(request) is MakeBatch:
+            if self._probe is not None:
+                self._probe.begin(self._received_ns, self._encoder.copied_nbytes)
             self._work(request)
         elif type(request) is BeginEpoch:
             self._begin_epoch(request)
@@ -216,6 +181,7 @@ class Loop:
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
+            self._measure_with(settings.make_probe)
             if settings.calls and self._in_thread:
                 self._dataset = self._link.dataset
                 self._start()
@@ -257,7 +223,7 @@ class Loop:
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker: the exception ends it
-            self._end_if_closed()
+            self._link.end_if_closed()
             report = self._report_on(error, index_batch)
             detached, reported = allocator.restart(), True
             encoded = self._encoder.encode(report)
@@ -272,10 +238,16 @@ class Loop:
         if self._heap is not None:
             self._heap.note_batch(end)
         made_ns = time.perf_counter_ns() - self._received_ns
-        self._link.send(pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags))
+        answer = pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags)
+        if self._probe is not None:
+            copied = self._encoder.copied_nbytes
+            answer = self._probe.end(task.seq, self._wait_ns, copied, end - begin) + answer
+        self._link.send(answer)
 
     def _encode(self, batch: Any) -> Encoded:
         """Put a batch into the slot, and let placement learn from it."""
+        if self._probe is not None:
+            self._probe.note_made()
         leaves: list[tuple[int, int]] | None = [] if self._placement.is_on else None
         encoded = self._encoder.encode(batch, leaves)
         if leaves is not None:

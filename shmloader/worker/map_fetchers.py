@@ -16,22 +16,15 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.failures.bad_samples import (
-    LEFT_OUT,
-    RAISE,
-    REPLACE,
-    Report,
-    describe,
-    is_a_samples_fault,
-)
+from shmloader.failures.bad_samples import LEFT_OUT, RAISE, REPLACE, Report, describe, is_a_samples_fault
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.failures.mismatches import explain_collation
-from shmloader.indices.packed_indices import PackedInts
+from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.placement import Placement
-from shmloader.worker.stream_fetchers import PartsFetcher
+from shmloader.worker.streams import PartsFetcher
 
 
 def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_workers: int = 1) -> Fetcher:
@@ -45,7 +38,14 @@ def before_each_sample(dataset: Any, rules: FetchRules, call: Callable[[], None]
     """A dataset that makes a call before each sample; itself if samples are not fetched one by one."""
     if rules.iterable or not rules.auto_collation or getattr(dataset, "__getitems__", None):
         return dataset
-    return dataset if why_per_sample(dataset, rules.collate_fn) is None else _CallsFirst(dataset, call)
+    if why_per_sample(dataset, rules.collate_fn) is None:
+        return dataset
+
+    def get(index: Any) -> Any:
+        call()
+        return dataset[index]
+
+    return _Samples(get)
 
 
 def around_each_batch(dataset: Any, rules: FetchRules, placement: Placement) -> Any:
@@ -53,25 +53,17 @@ def around_each_batch(dataset: Any, rules: FetchRules, placement: Placement) -> 
     if rules.iterable or rules.auto_collation:
         return dataset
     own = getattr(type(dataset), "__getitem__", Dataset.__getitem__)
-    return dataset if own is Dataset.__getitem__ else _Placed(dataset, placement)
+    if own is Dataset.__getitem__:
+        return dataset
+    return _Samples(placement.around(functools.partial(operator.getitem, dataset), of_batches=True))
 
 
-class _Placed:
-    def __init__(self, dataset: Any, placement: Placement) -> None:
-        self._get = placement.around(functools.partial(operator.getitem, dataset), of_batches=True)
+class _Samples:
+    def __init__(self, get: Callable[[Any], Any]) -> None:
+        self._get = get
 
     def __getitem__(self, index: Any) -> Any:
         return self._get(index)
-
-
-class _CallsFirst:
-    def __init__(self, dataset: Any, call: Callable[[], None]) -> None:
-        self._dataset = dataset
-        self._call = call
-
-    def __getitem__(self, index: Any) -> Any:
-        self._call()
-        return self._dataset[index]
 
 
 class _MapFetcher(Fetcher):
@@ -79,7 +71,9 @@ class _MapFetcher(Fetcher):
         super().__init__()
         self._dataset = dataset
         self._auto_collation = rules.auto_collation
-        self._collate_fn = rules.collate_fn
+        probe = rules.probe
+        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
+        self._fetch_each = _fetch_each if probe is None else probe.around_fetch(_fetch_each)
         self._gatherer: Gatherer | None = None
         if rules.auto_collation:
             self._gatherer = Gatherer(dataset, rules.collate_fn, in_worker=rules.in_worker)
@@ -96,7 +90,7 @@ class _MapFetcher(Fetcher):
         if getattr(dataset, "__getitems__", None):
             samples = dataset.__getitems__(index_batch)
         else:
-            samples = _fetch_each(dataset, index_batch)
+            samples = self._fetch_each(dataset, index_batch)
         return self._join(samples, index_batch)
 
     def _join(self, samples: Any, index_batch: Any) -> Any:
@@ -110,7 +104,7 @@ class _MapFetcher(Fetcher):
 
 def _unpacked(index_batch: Any) -> Any:
     """The index batch as the sampler gave it."""
-    return index_batch.tolist() if type(index_batch) is PackedInts else index_batch
+    return index_batch.tolist() if type(index_batch) in (PackedInts, Run) else index_batch
 
 
 def _fetch_each(dataset: Any, index_batch: Any) -> list[Any]:
@@ -190,11 +184,8 @@ class _TolerantMapFetcher(_MapFetcher):
 
 
 def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple[list[Any], list[Any]]:
-    """The good samples and their indices; with ``replace``, a copy of the next good one for each bad one.
-
-    After the last good one comes the first again. It is a copy, because a collate function may change
-    samples.
-    """
+    """The good samples and their indices; with ``replace``, copies in place of the bad ones."""
+    # The next good one stands for a bad one; after the last one comes the first again.
     places = good = [place for place, sample in enumerate(samples) if sample is not _BAD]
     if replace and good:
         places = [good[bisect.bisect_left(good, place) % len(good)] for place in range(len(samples))]
@@ -202,6 +193,7 @@ def _without_bad(samples: list[Any], indices: list[Any], replace: bool) -> tuple
     if len(taken) > len(good):
         for place, sample in enumerate(samples):
             if sample is _BAD:
-                with contextlib.suppress(Exception):  # without a copy the same object is there twice
+                # A collate function may change samples; without a copy the same object is there twice.
+                with contextlib.suppress(Exception):
                     taken[place] = copy.deepcopy(taken[place])
     return taken, [indices[place] for place in places]

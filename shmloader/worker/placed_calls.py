@@ -35,21 +35,14 @@ SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | None]
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """One of torch's calls.
+    """One of torch's calls."""
 
-    Attributes:
-        owner: The module or class that has it.
-        name: Its name there.
-        second_way: Makes its result in the slot.
-        of_batches: Whether it is placed in ``dataset[i]`` that gives whole batches, and not in collation.
-        of_class: Whether it is a method of the class itself.
-    """
-
-    owner: Any
+    owner: Any  # the module or class that has it
     name: str
-    second_way: SecondWay
+    second_way: SecondWay  # makes its result in the slot
+    # Whether it is placed in ``dataset[i]`` that gives whole batches, and not in collation.
     of_batches: bool = False
-    of_class: bool = False
+    of_class: bool = False  # whether it is a method of the class itself
 
     def is_torchs(self) -> bool:
         """Whether the name stands for torch's own call, and not for a function of the program's."""
@@ -103,17 +96,13 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
 
 
-def _shape_of(size: tuple[Any, ...]) -> Sequence[int] | None:
+def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
     if len(size) == 1 and isinstance(size[0], (tuple, list)):
         size = tuple(size[0])
-    return size if set(map(type, size)) == {int} else None
-
-
-def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
-    shape = _shape_of(size)
-    if shape is None or device not in (None, "cpu") or type(dtype) is not torch.dtype:
+    are_sizes = set(map(type, size)) == {int}
+    if not are_sizes or device not in (None, "cpu") or type(dtype) is not torch.dtype:
         return None
-    return place(shape, dtype)
+    return place(size, dtype)
 
 
 def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
@@ -123,14 +112,15 @@ def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> t
     return _new(place, size, dtype or torch.get_default_dtype(), device)
 
 
-def _zeros(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
-    out = _new(place, size, dtype or torch.get_default_dtype(), device)
-    return None if out is None else out.zero_()
+def _filled(value: int) -> SecondWay:
+    def made(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+        out = _new(place, size, dtype or torch.get_default_dtype(), device)
+        return None if out is None else out.fill_(value)
+
+    return made
 
 
-def _ones(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
-    out = _new(place, size, dtype or torch.get_default_dtype(), device)
-    return None if out is None else out.fill_(1)
+_zeros, _ones = _filled(0), _filled(1)
 
 
 def _full(place: Place, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Any:
@@ -252,8 +242,13 @@ def own_call(number: int) -> Callable[..., Any]:
     return found
 
 
-RESIZES = ((torch.Tensor, "resize_"), (torch.Tensor, "resize_as_"), (torch.UntypedStorage, "resize_"))
-"""Methods for which a placed result has to leave the slot: a storage in the slot cannot grow."""
+RESIZES = (
+    (torch, "resize_as_"),
+    (torch.Tensor, "resize_"),
+    (torch.Tensor, "resize_as_"),
+    (torch.UntypedStorage, "resize_"),
+)
+"""Calls for which a placed result has to leave the slot: a storage in the slot cannot grow."""
 
 COMPILERS = ((torch, "compile"), (torch.jit, "script"))
 """Functions that look torch's own calls up by their names."""

@@ -80,6 +80,8 @@ class Placement:
         self._lacked_room = False  # the slot, for the result that was to be placed last
         self._thread = threading.get_ident()
         self._out_of_reach: list[PlacedSite] = []
+        self._resizes = [_Resize(self, *name) for name in RESIZES]
+        self._moved: list[Any] = []
         if is_on:
             os.register_at_fork(before=self._end_for_fork)
 
@@ -92,8 +94,7 @@ class Placement:
         ]
         self._out_of_reach += _captured_names(function, replacements)
         function = next((one for one in replacements if one.is_own(function)), function)
-        others: list[_StandIn] = [_Resize(self._allocator, *name) for name in RESIZES]
-        others += [_Compile(self, *name) for name in COMPILERS]
+        others: list[_StandIn] = [*self._resizes, *(_Compile(self, *name) for name in COMPILERS)]
         put: list[_StandIn] = [*replacements, *others]
         version = 0
 
@@ -281,10 +282,18 @@ class Placement:
         self._results.clear()
 
     def note_kept(self) -> None:
-        """The program keeps tensors of a batch, which were moved out of the slot."""
+        """The program keeps tensors of a batch, which were moved out of the slot: it may resize them."""
         self._kept += 1
+        for one in self._resizes:
+            one.stay()
         if self._kept == _MOST_KEPT and self.is_on:
             self._end("the program keeps its batches")
+
+    def make_resizable(self, storage: Any) -> None:
+        """Move a storage that was placed to memory of torch's own, before torch resizes it."""
+        if self._allocator.holds(storage.data_ptr()) and not storage.resizable():
+            # The former memory stays: an ndarray over it may be left.
+            self._moved.append(torch_private.move_to_private_memory(storage))
 
     def with_news(self, batch: Any) -> Any:
         """A batch, with a report if what is placed has changed since the last one."""
@@ -369,25 +378,34 @@ class _Replacement(_StandIn):
 
 
 class _Resize(_StandIn):
-    """Stands for a method that resizes: what lies in the slot is moved to private memory first."""
+    """Stands for a call that resizes: what was placed is moved first.
 
-    def __init__(self, allocator: SlotAllocator, owner: Any, name: str) -> None:
+    Not once the call has failed: a tensor then has its new shape without the memory for it.
+    """
+
+    def __init__(self, placement: Placement, owner: Any, name: str) -> None:
         super().__init__(owner, name)
-        self._allocator = allocator
+        self._placement = placement
+        self._stays = False
+
+    def stay(self) -> None:
+        """Take the name for good."""
+        self._stays = True
+        self.replace()
+
+    def put_back(self) -> None:
+        """Put the former function back, unless this one stays."""
+        if not self._stays:
+            super().put_back()
 
     def __get__(self, instance: Any, owner: Any) -> Any:
-        return self._own if instance is None else functools.partial(self._resize, instance)
+        return self if instance is None else functools.partial(self, instance)
 
-    def _resize(self, resized: Any, *arguments: Any, **named: Any) -> Any:
-        try:
-            return self._own(resized, *arguments, **named)
-        except RuntimeError as error:
-            if _NOT_RESIZABLE not in str(error):
-                raise
-            storage = resized.untyped_storage() if isinstance(resized, torch.Tensor) else resized
-            placed = self._allocator.offset_of(storage.data_ptr(), storage.nbytes()) is not None
-            if not (placed and torch_private.move_to_private_memory(storage)):
-                raise
+    def __call__(self, resized: Any, *arguments: Any, **named: Any) -> Any:
+        if type(resized) is torch.UntypedStorage:
+            self._placement.make_resizable(resized)
+        elif type(resized) is torch.Tensor and resized.is_cpu and resized.layout is torch.strided:
+            self._placement.make_resizable(resized.untyped_storage())
         return self._own(resized, *arguments, **named)
 
 

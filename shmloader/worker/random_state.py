@@ -61,14 +61,9 @@ def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
     """Seeds for the numbers that one sample draws, whichever worker fetches it (``seed_per_sample``).
 
     They do not depend on the sample's index: a sampler that draws with replacement may give an index twice,
-    and these two samples must be augmented differently. They are taken from a cryptographic hash of all
-    arguments, so samples of neighbouring positions, batches and epochs share no stream.
-
-    Args:
-        base_seed: The iterator's base seed, a non-negative 64-bit integer.
-        epoch: Epochs of the iterator before this one.
-        seq: Number of the batch in the epoch.
-        position: Samples of the batch that were fetched before this one.
+    and these two samples must be augmented differently. They are taken from a cryptographic hash of the base
+    seed (not negative), epochs before this one, number of the batch in the epoch (``seq``) and of the sample
+    in the batch (``position``), so samples of neighbouring positions, batches and epochs share no stream.
     """
     digest = hashlib.blake2b(_SAMPLE.pack(base_seed, epoch, seq, position), digest_size=_SEEDS.size).digest()
     return Seeds(*_SEEDS.unpack(digest))
@@ -141,13 +136,7 @@ class Generators:
 
 
 class SampleSeeds:
-    """Seeds this worker's generators for one sample after the other (``seed_per_sample``).
-
-    Args:
-        generators: The worker's ``get_worker_info().rng``.
-        base_seed: The iterator's base seed.
-        in_thread: Whether the global generators belong to the program.
-    """
+    """Seeds this worker's generators for one sample after the other; in a thread, not the global ones."""
 
     def __init__(self, generators: Generators, base_seed: int, *, in_thread: bool) -> None:
         self._generators = generators

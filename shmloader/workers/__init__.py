@@ -11,19 +11,14 @@ import torch
 
 from shmloader.settings import THREAD, Settings, check_workers
 from shmloader.workers.base import MakeArguments, Worker, Workers
-from shmloader.workers.death_messages import log_replacement, worker_timeout
 from shmloader.workers.processes import ProcessWorkers
 from shmloader.workers.threads import ThreadWorkers
 
-__all__ = ["Worker", "Workers", "log_replacement", "start_workers", "worker_timeout"]
+__all__ = ["Worker", "Workers", "start_workers"]
 
 
 def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:
-    """Start the workers for a loader's settings, which some frameworks set late.
-
-    Raises:
-        ValueError: If workers of this kind do not support the arguments.
-    """
+    """Start the workers; settings that these do not support, which some frameworks set late, are errors."""
     check_workers(settings, settings.dataset, settings.multiprocessing_context)
     if settings.worker_type == THREAD:
         return ThreadWorkers(make_arguments, settings.num_workers)

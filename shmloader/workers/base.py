@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from shmloader.errors import WorkerDied
+from shmloader.messages import shown
 from shmloader.worker.loop import WorkerArguments
 
 MakeArguments = Callable[[int], WorkerArguments]
@@ -15,17 +16,11 @@ MakeArguments = Callable[[int], WorkerArguments]
 
 
 class Worker(Protocol):
-    """One worker.
+    """One worker."""
 
-    Attributes:
-        worker_id: 0 to ``num_workers - 1``.
-        pid: The id of the process that it runs in.
-        place: Where it runs, for messages: ``"pid 17"``, say.
-    """
-
-    worker_id: int
-    pid: int
-    place: str
+    worker_id: int  # 0 to ``num_workers - 1``
+    pid: int  # the id of the process that it runs in
+    place: str  # where it runs, for messages: ``"pid 17"``, say
 
     def send(self, record: bytes) -> None:
         """Send a packed request, without waiting."""
@@ -41,26 +36,17 @@ class Worker(Protocol):
 
 
 class Workers(Protocol):
-    """All workers of one iterator.
+    """All workers of one iterator."""
 
-    Attributes:
-        workers: By their number; empty after `close`.
-        processes: Their ``multiprocessing`` process objects by number, if they are processes. They answer
-            ``pid``, ``is_alive()`` and ``exitcode`` after the end too.
-        closed_because: The reason why they were stopped, or are about to be; "" before.
-        closed: Whether `close` has finished.
-        interrupted: Whether `interrupt` was called.
-        look_again_ns: How long to look for a record before `wait`, while records come quickly.
-        given_nbytes: Bytes of the large arrays that only the worker started last has.
-    """
-
-    workers: Sequence[Worker]
+    workers: Sequence[Worker]  # by their number; empty after `close`
+    # ``multiprocessing`` process objects by number, which answer ``pid``, ``is_alive()`` and ``exitcode``
+    # after the end too.
     processes: list[Any]
-    closed_because: str = ""
+    closed_because: str = ""  # the reason why they were stopped, or are about to be
     closed: bool = False
     interrupted: bool = False
-    look_again_ns: int = 0
-    given_nbytes: int = 0
+    look_again_ns: int = 0  # how long to look for a record before `wait`, while records come quickly
+    given_nbytes: int = 0  # bytes of the large arrays that only the worker started last has
 
     def __del__(self) -> None:
         # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
@@ -104,8 +90,17 @@ class Workers(Protocol):
     def close(self, because: str = ..., grace_s: float = ...) -> None:
         """Stop all workers, which may take ``grace_s`` to finish their present sample. Only once."""
 
+    def close_for(self, because: str) -> None:
+        """Give the reason for a `close` that is about to come, unless there is one."""
+        self.closed_because = self.closed_because or because
+
     def leave_to_parent(self) -> None:
         """Forget the workers, in a process that the program forked: they are the parent's."""
+
+
+def describe_held(indices: tuple[object, ...]) -> str:
+    """A sentence on the index batches that a dead worker held, or ""."""
+    return f" It held {len(indices)} index batch(es): {shown(list(indices))}" if indices else ""
 
 
 live: weakref.WeakSet[Workers] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""The start of one worker process, and its first line."""
+"""The start of worker processes: the fork server, one process, and its first line."""
 
 from __future__ import annotations
 
@@ -6,24 +6,47 @@ import gc
 import os
 import signal
 import threading
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
+import torch
+
+from shmloader.codec.slot_allocator import set_current_allocator
 from shmloader.errors import WorkerDied
 from shmloader.failures.stacks import answer_with_stacks, report_start_error
 from shmloader.worker import parent_watch
-from shmloader.worker.process import Pipes, run_in_process
+from shmloader.worker.heap import warm_heap
+from shmloader.worker.links import Pipes, ProcessLink
+from shmloader.worker.loop import Loop
+from shmloader.worker.random_state import seed_worker_process
 from shmloader.workers.spawn_payload import take_arguments
 
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
+_PRELOADED = ["torch", "shmloader"]
+_DEFAULT = ["__main__"]  # multiprocessing's, which imports the program's script and with it its modules
+
+
+def begin_fork_server() -> None:
+    """Start the fork server, unless it runs already. Returns at once, while the server imports.
+
+    A module that the server has imported stays the same in all later workers of the program, even if its file
+    was edited since. So it imports torch, shmloader and the modules that the program chose, and no module of
+    a dataset. A server that the program has started before is left as it is, and one that is to import
+    nothing (``multiprocessing.set_forkserver_preload([])``) imports nothing.
+    """
+    server = getattr(forkserver.set_forkserver_preload, "__self__", None)
+    chosen = list(getattr(server, "_preload_modules", []))  # has no getter; this Python may have it elsewhere
+    if not chosen:
+        return
+    forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED])
+    try:
+        forkserver.ensure_running()
+    finally:
+        forkserver.set_forkserver_preload(chosen)
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
-    """Start a worker's process with the result of `SpawnPayload.for_worker` and its ends of its pipes.
-
-    Raises:
-        WorkerDied: If it ended during its start.
-    """
+    """Start a process with the result of `SpawnPayload.for_worker`; `WorkerDied` if it ends at its start."""
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)
@@ -57,7 +80,11 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     except BaseException:  # noqa: BLE001 - whatever the modules and classes of the program raise
         report_start_error(pipes.stacks)
         raise SystemExit(1) from None
-    run_in_process(arguments, pipes)
+    gc.freeze()
+    set_current_allocator(None)  # of a worker thread that forked this process
+    torch.set_num_threads(1)
+    seed_worker_process(arguments.base_seed, arguments.worker_id)
+    Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
 
 
 def check_descriptors() -> None:

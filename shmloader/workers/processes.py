@@ -16,13 +16,11 @@ from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.failures.stacks import StackFile, answers
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
-from shmloader.memory.limits import oom_kills
+from shmloader.memory.limits import memory_headroom, oom_kills
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
-from shmloader.worker.process import Pipes
-from shmloader.workers import fork_server
-from shmloader.workers.base import MakeArguments, Worker, Workers, live
-from shmloader.workers.death_messages import describe_death, describe_held, explain_kill
-from shmloader.workers.launch import check_descriptors, start_process
+from shmloader.worker.links import Pipes
+from shmloader.workers.base import MakeArguments, Worker, Workers, describe_held, live
+from shmloader.workers.launch import begin_fork_server, check_descriptors, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
@@ -34,16 +32,7 @@ _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is c
 
 
 class ProcessWorker:
-    """One worker process and its two pipes.
-
-    Attributes:
-        process: The ``multiprocessing`` process object.
-        requests_fd: Write end of the pipe that brings it requests, non-blocking.
-        answers_fd: Read end of the pipe that takes its answers, non-blocking.
-        death_fd: Becomes readable when the process ends.
-        heard: Whether a record came from it yet.
-        released: Whether it has ended and this side's descriptors are closed.
-    """
+    """One worker process and its two pipes."""
 
     def __init__(self, worker_id: int, process: Any, requests_fd: int, answers_fd: int) -> None:
         os.set_blocking(requests_fd, False)
@@ -52,10 +41,16 @@ class ProcessWorker:
         self.process = process
         self.pid: int = process.pid
         self.place = f"pid {self.pid}"
-        self.requests_fd = requests_fd
-        self.answers_fd = answers_fd
-        self.death_fd = _open_death_fd(process)
-        self.heard = self.released = False
+        self.requests_fd = requests_fd  # write end of the pipe that brings it requests, non-blocking
+        self.answers_fd = answers_fd  # read end of the pipe that takes its answers, non-blocking
+        # Becomes readable when the process ends. Not the sentinel where it can be helped: that is a pipe, and
+        # a process that the worker forked holds it open after the worker's death.
+        try:
+            self.death_fd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            self.death_fd = int(process.sentinel)
+        self.heard = False  # whether a record came from it yet
+        self.released = False  # whether it has ended and this side's descriptors are closed
         self._unsent: deque[bytes] = deque()
         self._lost = 0  # requests that came after its end
 
@@ -102,11 +97,7 @@ class ProcessWorker:
         return records
 
     def has_begun(self, unanswered: int) -> bool:
-        """Whether it has taken a task yet, so that its end or silence may be due to an index batch.
-
-        The pipe shows it, also after the worker's death: until then all its ``unanswered`` tasks are in the
-        pipe.
-        """
+        """Whether it has taken a task yet: until then all its ``unanswered`` tasks are in the pipe."""
         if self.heard:
             return True
         import fcntl  # neither of them on Windows
@@ -155,15 +146,6 @@ class ProcessWorker:
         self.death_fd = -1
 
 
-def _open_death_fd(process: Any) -> int:
-    # Not the sentinel where it can be helped: it is a pipe, and a process that the worker forked holds
-    # it open after the worker's death.
-    try:
-        return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return int(process.sentinel)
-
-
 class ProcessWorkers(Workers):
     """All worker processes of one iterator, started with a ``multiprocessing`` context or module."""
 
@@ -191,7 +173,7 @@ class ProcessWorkers(Workers):
             with self._payload() as payload:
                 for worker_id in range(num_workers):
                     with HeldInterrupts():
-                        self._append(self._start(worker_id, payload))
+                        self._put(self._start(worker_id, payload))
         except BaseException:
             self.close(grace_s=0.0)
             raise
@@ -199,7 +181,7 @@ class ProcessWorkers(Workers):
     @contextlib.contextmanager
     def _payload(self) -> Iterator[SpawnPayload]:
         if self._method == "forkserver":
-            fork_server.begin()  # it imports while this process pickles
+            begin_fork_server()  # it imports while this process pickles
         with contextlib.closing(SpawnPayload(self._method, self._make_arguments)) as payload:
             self.given_nbytes = payload.arrays_nbytes
             yield payload
@@ -223,9 +205,11 @@ class ProcessWorkers(Workers):
             os.close(answers_write)
         return ProcessWorker(worker_id, process, requests_write, answers_read)
 
-    def _append(self, worker: ProcessWorker) -> None:
-        self.workers.append(worker)
-        self.processes.append(worker.process)
+    def _put(self, worker: ProcessWorker) -> None:
+        """Add a worker, or put it in the place of the one with its number."""
+        number, self._poller = worker.worker_id, None
+        self.workers[number : number + 1] = [worker]
+        self.processes[number : number + 1] = [worker.process]
 
     def add(self) -> ProcessWorker:
         """Start one more, without a task."""
@@ -233,8 +217,7 @@ class ProcessWorkers(Workers):
             with self._payload() as payload:
                 worker = self._start(len(self.workers), payload)
             self._added.add(worker.worker_id)
-            self._append(worker)
-            self._poller = None
+            self._put(worker)
         return worker
 
     def restart(self, worker: Worker) -> ProcessWorker:
@@ -254,8 +237,7 @@ class ProcessWorkers(Workers):
                 self._end([fresh])
                 raise LoaderClosed("the loader was closed while a worker was being replaced")
             self._added.discard(worker.worker_id)
-            self.workers[worker.worker_id] = fresh
-            self.processes[worker.worker_id] = fresh.process
+            self._put(fresh)
         return fresh
 
     def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
@@ -302,19 +284,42 @@ class ProcessWorkers(Workers):
         """The error for a dead process, with its exit code and what it left in its pipe or its output."""
         dead = self.workers[worker.worker_id]
         dead.process.join(_DEATH_S)
-        code = dead.process.exitcode
+        code, pid = dead.process.exitcode, dead.pid
+        # First torch's words (torch/csrc/DataLoader.cpp, _try_get_data), which people and scripts search for.
+        if code is not None and code < 0:
+            torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+            how = f"was killed by signal {-code}"
+            with contextlib.suppress(ValueError):
+                how += f" ({signal.Signals(-code).name})"
+        else:
+            torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
+            how = "ended" if code is None else f"exited with code {code}"
         hint = why and f" {why}"
         if code == -signal.SIGKILL:
-            hint += explain_kill(self._oom_kills, memory)
+            hint += self._explain_kill(memory)
         elif not dead.heard:
-            error = self._stacks.start_error(dead.pid)
+            error = self._stacks.start_error(pid)
             hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
         return WorkerDied(
-            describe_death(dead, code) + hint + describe_held(indices),
+            f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {how}."
+            + hint
+            + describe_held(indices),
             worker_id=worker.worker_id,
-            pid=worker.pid,
+            pid=pid,
             exit_code=code,
             indices=indices,
+        )
+
+    def _explain_kill(self, memory: str) -> str:
+        """A sentence on the kernel's out-of-memory killer, if that seems to have ended a worker, or ""."""
+        before, now, room = self._oom_kills, oom_kills(), memory_headroom()
+        if now is None or before is None or now <= before:
+            return ""
+        return (
+            f" The kernel's out-of-memory killer has ended {now - before} process(es) since the "
+            f"workers were started, so this looks like its work: {room.available_nbytes:,} of "
+            f"{room.limit_nbytes:,} bytes are available in {room.source}. {memory} Use fewer workers, a "
+            "smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
         )
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
@@ -322,7 +327,7 @@ class ProcessWorkers(Workers):
 
         A worker that is still starting has nothing to finish, and is terminated at once.
         """
-        self.closed_because = self.closed_because or because
+        self.close_for(because)
         with HeldInterrupts() as interrupts:
             # A worker that is being replaced has been released already.
             workers = [worker for worker in self.workers if not worker.released]

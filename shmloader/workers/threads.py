@@ -24,11 +24,11 @@ from shmloader.errors import WorkerDied
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.interrupts import HeldInterrupts
 from shmloader.messages import shown
+from shmloader.torch_private import use_one_core_in_this_thread
 from shmloader.worker.epoch_settings import datasets_in
-from shmloader.worker.loop import WorkerArguments
-from shmloader.worker.thread import ThreadLink, run_in_thread
-from shmloader.workers.base import MakeArguments, Worker, Workers, live
-from shmloader.workers.death_messages import describe_held
+from shmloader.worker.links import ThreadLink
+from shmloader.worker.loop import Loop, WorkerArguments
+from shmloader.workers.base import MakeArguments, Worker, Workers, describe_held, live
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
@@ -158,7 +158,7 @@ class ThreadWorkers(Workers):
 
         May run in a worker thread, if the iterator is found to be garbage there.
         """
-        self.closed_because = self.closed_because or because
+        self.close_for(because)
         with HeldInterrupts() as interrupts:
             workers, self.workers = self.workers, []
             live.discard(self)
@@ -200,11 +200,17 @@ def _copy_dataset(dataset: Any) -> Any:
 
 
 def _run(arguments: Any, link: ThreadLink) -> None:
-    """Run a worker thread."""
+    """Run a worker thread. The program's global generators are left alone."""
     ended_by: BaseException | None = None
+    pid = os.getpid()
     try:
-        run_in_thread(arguments, link)
+        use_one_core_in_this_thread()
+        Loop(arguments, link).run()
     except BaseException as error:  # noqa: BLE001 - the main process raises it
+        if os.getpid() != pid:
+            # In a process that the dataset forked this is the only thread: its end aborts the interpreter.
+            traceback.print_exc()
+            os._exit(1)
         forget_frames(error)
         ended_by = error
     finally:

@@ -116,8 +116,8 @@ def test_a_state_that_nobody_asks_for_costs_no_more_than_a_few_batches() -> None
 
 def test_data_in_memory_is_not_made_sample_by_sample() -> None:
     x, y = torch.rand(2048, 8), torch.arange(2048)
-    for dataset in in_memory.make_datasets(x, y).values():
-        ways = in_memory.contestants(dataset, x, y, shuffle=True)
+    for name, dataset in in_memory.make_datasets(x, y).items():
+        ways = in_memory.contestants(dataset, x, y, shuffle=True, in_disorder=name == in_memory.IN_DISORDER)
         found = in_memory.measure(ways, turns=5)
         assert found["shmloader"] < found["torch"] / 2
 

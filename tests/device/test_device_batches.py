@@ -21,6 +21,7 @@ from shmloader.codec.layout import (
     Leaf,
     align,
     join_header,
+    pack_row,
 )
 from shmloader.device import copies_ahead, guard, pinned
 from shmloader.device.copies_ahead import DeviceBatches, plan_of
@@ -37,7 +38,7 @@ NBYTES = 3000
 def _header(leaves: list[Leaf], structure: bytes | None = None) -> bytes:
     marks = [pickle.PickleBuffer(bytearray(1)) for _ in leaves]
     found = structure or pickle.dumps(marks, 5, buffer_callback=lambda _: None)
-    return join_header([found], [leaf.pack() for leaf in leaves])
+    return join_header([found], [pack_row(*leaf) for leaf in leaves])
 
 
 LONE = _header([Leaf(TENSOR, UINT8, 0, (NBYTES,))], LONE_LEAF)
@@ -248,7 +249,7 @@ def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, table: 
 
 def test_one_copy_takes_no_more_than_its_limit() -> None:
     rows = [Leaf(TENSOR, UINT8, place << 17, (1 << 17,)) for place in range(200)]
-    plan = plan_of(b"".join(leaf.pack() for leaf in rows))
+    plan = plan_of(b"".join(pack_row(*leaf) for leaf in rows))
     assert max(run.nbytes for run in plan.runs) == copies_ahead.MOST_RUN_NBYTES
     assert sum(len(run.places) for run in plan.runs) == 200
 

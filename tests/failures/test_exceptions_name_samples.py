@@ -106,7 +106,7 @@ CASES: dict[str, tuple[list[Any], str]] = {
     ),
     "a tensor and a number": (
         [(0, torch.ones(())), (0, 1.0)],
-        "{0} has shape (), {1} has type float at batch[1]",
+        "{0} has shape (), {1} has a number at batch[1]",
     ),
     "a mapping and none": ([{"a": 1}, [1]], "{0} has type dict, {1} has type list at batch"),
     "nothing that can be joined": (

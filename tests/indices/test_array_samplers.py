@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import shmloader
 from shmloader import DataLoader
-from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import LEAST_PACKED
 
 
@@ -75,6 +75,32 @@ def test_the_same_batches_and_the_same_draws(case: tuple[Any, torch.Generator | 
         arrays = index_arrays(sampler)
         assert arrays is not None
         found.append(list(_steps(iter(sampler) if found else arrays, generator)))
+    assert found[0] == found[1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(_samplers())
+def test_runs_are_the_batches_of_a_sequential_sampler(case: tuple[Any, torch.Generator | None]) -> None:
+    sampler, _ = case
+    runs = index_runs(sampler)
+    if type(sampler.sampler) is not SequentialSampler:
+        assert runs is None
+        return
+    assert runs is not None
+    assert [run.tolist() for run in runs] == list(sampler)
+
+
+@pytest.mark.parametrize("batch_size", [0, 40])
+def test_a_batch_size_that_is_changed_between_runs_counts_as_in_torch(batch_size: int) -> None:
+    found = []
+    for iterate in (iter, index_runs):
+        sampler = BatchSampler(SequentialSampler(range(100)), 50, drop_last=False)
+        batches = iterate(sampler)
+        assert batches is not None
+        first = next(batches)
+        sampler.batch_size = batch_size
+        rest = itertools.islice(batches, 5)
+        found.append([batch if iterate is iter else batch.tolist() for batch in (first, *rest)])
     assert found[0] == found[1]
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 
 from shmloader import DataLoader
 from shmloader.memory import PAGE_NBYTES
-from shmloader.order.policies import FreeWorkers
+from shmloader.order.scheduler import FreeWorkers
 from shmloader.slots import PlaceState, PlaceTable
 
 # three workers on two cores

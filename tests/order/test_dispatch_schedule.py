@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from protocol_fakes import Segment
 
 from shmloader.memory import PAGE_NBYTES
-from shmloader.order.policies import FreeWorkers
+from shmloader.order.scheduler import FreeWorkers
 from shmloader.slots import PlaceTable
 
 

@@ -280,7 +280,7 @@ collate.default_collate_fn_map[float] = collate_float_fn
 (batch,) = shmloader.DataLoader([0.5, 1.5], batch_size=2, num_workers=1)
 assert batch.dtype is torch.float32
 (text,) = told()
-assert "default_collate makes [torch.float32, (2,)] of two of float, not [torch.float64, (2,)]" in text
+assert "default_collate makes [torch.int8, torch.int16, torch.float32, torch.int64] of two of" in text
 """
     run(change, check)
 

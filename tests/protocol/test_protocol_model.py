@@ -212,8 +212,11 @@ class KeepsParts(PlaceTable):
 class ForgetsDeaths(PlaceTable):
     """Deaths are not counted per batch."""
 
-    def count_death(self, place: Place) -> int:
-        return 1
+    def hand_over(self, worker_id: int) -> list[Place]:
+        held = super().hand_over(worker_id)
+        for place in held:
+            place.deaths = 0
+        return held
 
 
 class WritesIndicesOnce(PlaceTable):

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from epoch_datasets import Tells
-from resume_datasets import DiesOnce, Drawing, Late, Plain, Stateful
+from resume_datasets import DiesOnce, Drawing, Late, OwnGenerator, Plain, Stateful
 from resume_loaders import build, fetched, flat, started, take, values
 from torch.utils.data import Dataset, IterableDataset
 
 from shmloader import BadSampleWarning, DataLoader, ResumeError, errors
+from shmloader.resume.compatibility import signed
 
 
 def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
@@ -82,7 +83,7 @@ def test_an_epoch_does_not_go_on_with_a_dataset_that_is_told_of_another(workers:
         iter(again)
     again.set_epoch(3)
     assert list(again) == [["3"]] * 3
-    again.load_state_dict(state | {"finished": True})
+    again.load_state_dict(signed(state | {"finished": True}))
     again.set_epoch(5)
     assert list(again) == [["5"]] * 4
 
@@ -133,7 +134,7 @@ def test_a_state_is_that_of_the_latest_epoch_or_of_the_loaded_state(workers: int
         take(iterator, 3)
         third = loader.state_dict()
         take(iterator, 1)
-        assert loader.state_dict() == third | {"batches": 4}
+        assert loader.state_dict() == signed(third | {"batches": 4})
         loader.load_state_dict(third)
         assert loader.state_dict() == third
         iterator = iter(loader)
@@ -281,7 +282,7 @@ def test_positions_that_came_early_are_left_out_once() -> None:
     batches = values(loader)
     loader = build(0)
     next(iter(loader))
-    state = loader.state_dict() | {"batches": 2, "batches_behind": "3,5"}
+    state = signed(loader.state_dict() | {"batches": 2, "batches_behind": "3,5"})
     for workers in (0, 2):
         with build(workers) as other:
             other.load_state_dict(state)
@@ -291,6 +292,34 @@ def test_positions_that_came_early_are_left_out_once() -> None:
             assert take(iterator, 1) == [batches[2]]
             assert (other.state_dict()["batches"], other.state_dict()["batches_behind"]) == (4, "5")
             assert values(iterator) == [batches[4], *batches[6:]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_state_counts_batches_that_came_early_and_are_not_drawn_again_yet(
+    stateful: bool, workers: int
+) -> None:
+    """The batch before them is the last that the sampler has given: it knows nothing of the later ones."""
+
+    def make(workers: int = 0) -> DataLoader[Any]:
+        sampler = Stateful(40) if stateful else OwnGenerator(40, torch.Generator().manual_seed(1))
+        return DataLoader(Plain(40), 4, sampler=sampler, num_workers=workers)
+
+    batches = values(make())
+    loader = make()
+    loader.state_dict()  # from now on, the sampler's state is read with each batch
+    iterator = iter(loader)
+    take(iterator, 2)
+    state = signed(loader.state_dict() | {"batches_behind": "3,4"})
+    with make() as other:
+        other.load_state_dict(state)
+        iterator = iter(other)
+        assert take(iterator, 1) == [batches[2]]
+        state = other.state_dict()
+        assert (state["batches"], state["batches_behind"]) == (5, "")
+    with make(workers) as third:
+        third.load_state_dict(state)
+        assert values(third) == batches[5:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

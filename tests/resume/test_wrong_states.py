@@ -64,14 +64,6 @@ def test_what_is_no_state_is_refused(state: Any, message: str) -> None:
         build(0).load_state_dict(state)
 
 
-def test_a_broken_state_of_a_generator_is_refused() -> None:
-    state = started(build(0)) | {"sampler_generator": "nonsense"}
-    loader = build(0)
-    loader.load_state_dict(state)
-    with pytest.raises(ResumeError, match=r"'sampler_generator' is 'nonsense'.*no state of a generator"):
-        iter(loader)
-
-
 def test_two_iterators_in_use_at_once_are_refused() -> None:
     loader = build(0)
     with pytest.raises(ResumeError, match="two iterators"):

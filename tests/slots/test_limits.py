@@ -12,7 +12,7 @@ import pytest
 from small_places import cgroup, entering, memory_cgroup, run_in
 
 from shmloader import SharedMemoryExhausted
-from shmloader.memory import headroom, limits
+from shmloader.memory import limits
 
 MIB = 2**20
 
@@ -95,7 +95,7 @@ def test_quotas_of_both_versions(case: str, tmp_path: Path, monkeypatch: pytest.
     files, quota = CPU_FILES[case]
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(limits, "_cgroups", lambda controller: [tmp_path])
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [tmp_path])
     assert limits.cores().quota == quota
 
 
@@ -104,7 +104,7 @@ def test_the_smallest_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for folder, quota in zip(folders, ("300000", "150000", "max"), strict=True):
         folder.mkdir()
         (folder / "cpu.max").write_text(f"{quota} 100000\n")
-    monkeypatch.setattr(limits, "_cgroups", lambda controller: folders)
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: folders)
     assert limits.cores().quota == 1.5
 
 
@@ -119,12 +119,12 @@ def test_oom_kills_of_both_versions(name: str, tmp_path: Path, monkeypatch: pyte
     (tmp_path / name).write_text(OOM_FILES[name])
     empty = tmp_path / "leaf-without-the-controller"
     empty.mkdir()
-    monkeypatch.setattr(limits, "_cgroups", lambda controller: [empty, tmp_path])
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [empty, tmp_path])
     assert limits.oom_kills() == 7
 
 
 def test_oom_kills_of_the_machine_where_there_are_no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_cgroups", lambda controller: [])
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [])
     words = Path("/proc/vmstat").read_text().split()
     if "oom_kill" not in words:
         pytest.skip("this kernel does not count them")
@@ -157,8 +157,8 @@ def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
 
 def test_after_a_refusal_the_next_request_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is refused room in advance asks for less at once, which may also be too much."""
-    monkeypatch.setattr(headroom, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
-    monkeypatch.setattr(headroom, "_unchecked_nbytes", limits.SURE_NBYTES - 1)
+    monkeypatch.setattr(limits, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
+    monkeypatch.setattr(limits, "_unchecked_nbytes", limits.SURE_NBYTES - 1)
     for nbytes in (3 * MIB, 2 * MIB):
         with pytest.raises(SharedMemoryExhausted, match=f"{nbytes:,} bytes, but only 1,048,576 of"):
-            headroom.check_headroom(nbytes, f"a test needs {nbytes:,} bytes")
+            limits.check_headroom(nbytes, f"a test needs {nbytes:,} bytes")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
 from shmloader import DataLoader
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE
 
 ROWS, BATCH = 96, 32
 Make = Callable[[], Any]
@@ -48,6 +49,9 @@ DATASETS: dict[str, Make] = {
     "subset of a list": lambda: Subset(TensorDataset(x(), y()), list(range(ROWS))[::-1]),
     "subset of an array": lambda: Subset(TensorDataset(x(), y()), np.arange(ROWS)[::-1]),
     "subset of a tensor": lambda: Subset(TensorDataset(x()), torch.arange(ROWS).flip(0)),
+    "subset of a range": lambda: Subset(TensorDataset(x(), y()), range(9, ROWS)),
+    "subset of an odd range": lambda: Subset(TensorDataset(x(), y()), range(ROWS - 1, 5, -2)),
+    "subset of a run": lambda: Subset(TensorDataset(x(), y()), tuple(range(5, ROWS))),
     "stack": lambda: StackDataset(x(), TensorDataset(y())),
     "stack by name": lambda: StackDataset(b=Subset(x(), range(ROWS)), a=y().numpy()),
     "concat": lambda: parts(40, 56),
@@ -111,6 +115,27 @@ def test_images_in_channels_last_come_as_torch_joins_them() -> None:
         assert_same(list(DataLoader(dataset, BATCH)), list(TorchLoader(dataset, BATCH)))
 
 
+def odd_tensors() -> list[torch.Tensor]:
+    """Tensors of each dtype, and of strides and shapes that a copy might not keep."""
+    octets = torch.arange(ROWS * 96, dtype=torch.int64).to(torch.uint8).reshape(ROWS, 96)
+    halves = octets % 2
+    found = [(halves if dtype is torch.bool else octets).view(dtype) for dtype in CODE_OF_TORCH_DTYPE]
+    found += [x().reshape(ROWS, 1, 3).transpose(1, 2).contiguous().transpose(1, 2), x()[:, None, :1]]
+    found += [x().expand(4, ROWS, 3)[2], x().flip(0), x()[:, 1:], y().repeat(2)[1::2]]
+    with torch.inference_mode():
+        found.append(x() + 1)
+    return [*found, torch.empty_strided((ROWS, 1, 3), (3, 77, 1)).copy_(x()[:, None])]
+
+
+@pytest.mark.parametrize("number", range(len(odd_tensors())))
+def test_rows_of_odd_tensors_come_as_torch_joins_them(number: int) -> None:
+    tensor = odd_tensors()[number]
+    datasets = TensorDataset(tensor), Subset(TensorDataset(tensor), list(range(7, ROWS)))
+    for dataset in datasets:
+        found = [outcomes(build(dataset, BATCH)) for build in (DataLoader, TorchLoader)]
+        assert_same_outcomes(*found)
+
+
 def grows(dataset: Any) -> None:
     with torch.no_grad():
         dataset.tensors[0].resize_(ROWS + 9, 5).fill_(8)
@@ -141,6 +166,8 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a list changed": ("subset of a list", lambda d: d.indices.reverse()),
     "a list cut": ("subset of a list", lambda d: d.indices.__delitem__(slice(40, None))),
     "a list with a bool": ("subset of a list", lambda d: d.indices.__setitem__(40, True)),
+    "a range replaced": ("subset of a range", lambda d: setattr(d, "indices", range(3, 70))),
+    "the tensor under a range": ("subset of a range", lambda d: d.dataset.tensors[0].resize_(40, 3)),
     "indices replaced": ("subset of a list", lambda d: setattr(d, "indices", np.arange(ROWS))),
     "indices of another kind": ("subset of an array", lambda d: setattr(d, "indices", "abc" * 32)),
     "an array changed": ("subset of an array", lambda d: d.indices.sort()),

@@ -18,10 +18,9 @@ import torch
 from caught_warnings import caught_warnings
 
 from shmloader import DataLoader, NotSharedWarning, share
-from shmloader.memory.process_memory import CopiedMemory
 from shmloader.statistics import Counters
 from shmloader.store import graph, unshared
-from shmloader.store.unshared import CopyWatch
+from shmloader.store.unshared import CopiedMemory, CopyWatch
 
 FORK = multiprocessing.get_context("fork")
 

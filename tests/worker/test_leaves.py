@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder, decoder
-from shmloader.codec.layout import ARRAY, Leaf, join_header
+from shmloader.codec.layout import ARRAY, join_header, pack_row
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.memory import Segment
 
@@ -253,25 +253,25 @@ def test_a_header_whose_table_was_forgotten_is_learnt_later(monkeypatch: pytest.
 
     def header(size: int, text: str = "") -> bytes:
         structure = pickle.dumps([mark, text], 5, buffer_callback=lambda _: None)
-        return join_header((structure,), (Leaf(ARRAY, 0, 0, (size,)).pack(),))
+        return join_header((structure,), (pack_row(ARRAY, 0, 0, (size,)),))
 
-    once: list[bytes] = []
-    wrap_once = decoder._wrap_once
+    read: list[bytes] = []
+    rows_of = decoder.rows_of
 
-    def count(table: bytes, anchor: Any) -> list[Any]:
-        once.append(table)
-        return wrap_once(table, anchor)
+    def count(table: bytes) -> list[Any]:
+        read.append(table)
+        return rows_of(table)
 
-    monkeypatch.setattr(decoder, "_wrap_once", count)
+    monkeypatch.setattr(decoder, "rows_of", count)
     decodes = Decoder()
     decodes.decode(anchor, header(3))
     for size in range(300):  # their long headers are not remembered, but their tables are
         decodes.decode(np.zeros(400, np.uint8), header(4 + size, "x" * 5000))
     for _ in range(2):
         decodes.decode(anchor, header(3))
-    once.clear()
+    read.clear()
     assert decodes.decode(anchor, header(3))[0].shape == (3,)
-    assert once == []
+    assert read == []
 
 
 def test_a_header_that_comes_again_calls_nothing_of_the_program() -> None:

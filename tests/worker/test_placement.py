@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -242,6 +243,112 @@ def test_replaced_functions_are_pickled_as_torchs() -> None:
     for _, inside, functions in load(Remembers())[0]:
         assert inside is torch.cat
         assert set(functions) == {torch.stack, torch.Tensor.new_zeros}
+
+
+class Resizes:
+    """Keeps results, and resizes one later in the way that is asked for."""
+
+    def __init__(self, way: Callable[[torch.Tensor], Any], at: int, *, kept: bool) -> None:
+        self.way, self.at, self.kept, self.made = way, at, kept, []  # type: ignore[var-annotated]
+
+    def __call__(self, rows: list[torch.Tensor]) -> Any:
+        made, number = torch.stack(rows), int(rows[0][0]) // 32
+        if number == self.at:
+            resized = self.made[-1] if self.kept else made
+            alias = resized.view(-1)
+            self.way(resized)
+            assert resized.untyped_storage().nbytes() == alias.untyped_storage().nbytes() >= resized.nbytes
+            resized.view(-1)[2 * 32 * 4096 :] = 7.0  # what resizing adds has no values
+        if self.kept and number > 3:
+            self.made.append(made)
+        return made, [one.clone() for one in self.made]
+
+
+RESIZING = {
+    "resize_": lambda tensor: tensor.resize_(80, 4096),
+    "resize_as_": lambda tensor: tensor.resize_as_(torch.ones(80, 4096)),
+    "torch.resize_as_": lambda tensor: torch.resize_as_(tensor, torch.ones(80, 4096)),
+    "a storage": lambda tensor: tensor.untyped_storage().resize_(80 * 4096 * 4),
+    "less": lambda tensor: tensor.resize_(3, 4096),
+}
+
+
+@pytest.mark.parametrize(("at", "kept"), [(5, False), (5, True), (9, True)])
+@pytest.mark.parametrize("way", RESIZING)
+def test_a_placed_result_can_be_resized(way: str, at: int, kept: bool) -> None:
+    def play(**options: Any) -> list[Any]:
+        collate = Resizes(RESIZING[way], at, kept=kept)
+        with shmloader.DataLoader(Rows(), 32, num_workers=1, collate_fn=collate, **options) as loader:
+            return [of_its_values(batch) for batch in loader]
+
+    assert_same(play(), play(place_results=False))
+
+
+def of_its_values(batch: Any) -> Any:
+    """The batch; of a tensor that was resized without values only the rows that had some."""
+    return [[tuple(one.shape), one[:32].clone()] for one in (batch[0], *batch[1])]
+
+
+class Waits(Dataset[Any]):
+    """Rows, one of which resizes what the collate function has kept."""
+
+    def __init__(self, kept: list[torch.Tensor]) -> None:
+        self.kept = kept
+
+    def __len__(self) -> int:
+        return 320
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 300:
+            self.kept[-1].resize_(64, 4096)[32:] = 5
+        return torch.full((4096,), float(index))
+
+
+def test_what_is_kept_of_a_placed_result_can_be_resized_elsewhere() -> None:
+    kept: list[torch.Tensor] = []
+
+    def collate(rows: list[torch.Tensor]) -> Any:
+        made = torch.stack(rows)
+        if rows[0][0] == 192:
+            kept.append(made)
+        return made, [one.sum().item() for one in kept]
+
+    with shmloader.DataLoader(Waits(kept), 32, num_workers=1, collate_fn=collate) as loader:
+        sums = [batch[1] for batch in loader]
+    of_kept = sum(range(192, 224)) * 4096
+    assert sums[6:] == [[of_kept]] * 3 + [[of_kept + 32 * 4096 * 5]]
+
+
+def fails_to_grow(rows: list[torch.Tensor]) -> Any:
+    made = torch.from_numpy(np.zeros(4, np.float32))
+    with contextlib.suppress(RuntimeError):
+        made.resize_(10_000_000)
+    return made
+
+
+def test_a_tensor_that_was_resized_in_vain_is_an_error() -> None:
+    said = r"16 bytes of memory and needs 40,000,000.*clone\(\)"
+    loader = shmloader.DataLoader(Rows(), 32, num_workers=1, collate_fn=fails_to_grow)
+    with loader, pytest.raises(RuntimeError, match=said):
+        next(iter(loader))
+
+
+def test_an_array_over_a_result_that_was_resized_keeps_its_values() -> None:
+    """torch does not resize what has an array; then there is nothing to keep."""
+    arrays: list[Any] = []
+
+    def collate(rows: list[torch.Tensor]) -> Any:
+        made = torch.stack(rows)
+        if rows[0][0] == 160:
+            arrays.append(made.numpy())
+            with contextlib.suppress(RuntimeError):
+                made.resize_(80, 4096)
+            made = torch.stack(rows)
+        return made, [array[:, 0].tolist() for array in arrays]
+
+    with shmloader.DataLoader(Rows(), 32, num_workers=1, collate_fn=collate) as loader:
+        seen = [batch[1] for batch in loader]
+    assert seen[5:] == [[list(range(160, 192))]] * 5
 
 
 def grows_behind(rows: list[torch.Tensor]) -> Any:

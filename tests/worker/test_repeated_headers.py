@@ -139,6 +139,15 @@ def test_the_same_batch_is_pickled_once_for_each_slot_shape_and_dtype(slot: Slot
     assert slot.pickled == 3
 
 
+def test_other_batches_in_between_do_not_end_it(slot: Slot) -> None:
+    for _ in range(2):
+        for others in (["text"], []):
+            slot.arrives([*others, *slot.outputs(*FLOATS), 7])
+            a, b = slot.outputs(*FLOATS)
+            assert with_places(slot.arrives({"a": a, "b": b})) == FIRST
+    assert slot.pickled == 5
+
+
 def test_values_beside_the_leaves_are_those_of_each_batch(slot: Slot) -> None:
     for number in range(4):
         a, b = slot.outputs(*FLOATS)

@@ -96,7 +96,7 @@ def test_a_worker_init_fn_has_the_last_word() -> None:
 def test_the_main_process_and_worker_threads_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[int] = []
     monkeypatch.setattr(heap_module, "warm_heap", called.append)
-    monkeypatch.setattr("shmloader.worker.process.warm_heap", called.append)
+    monkeypatch.setattr("shmloader.workers.launch.warm_heap", called.append)
     list(shmloader.DataLoader(Faults(), batch_size=480, num_workers=1, worker_type="thread"))
     list(shmloader.DataLoader(Faults(), batch_size=480))
     assert called == []

@@ -11,7 +11,7 @@ import pytest
 from robustness.test_interrupt import press_ctrl_c
 from warm_python import warm_python
 
-from shmloader.workers import fork_server
+from shmloader.workers.launch import begin_fork_server
 
 # Programs of their own, each with a server of its own.
 
@@ -126,7 +126,7 @@ def test_the_programs_choice_is_left_as_it_is(warm_helpers: None) -> None:
     try:
         for chosen in (["__main__", "json"], ["__main__"], []):
             multiprocessing.set_forkserver_preload(chosen)
-            fork_server.begin()
+            begin_fork_server()
             assert server._preload_modules == chosen
     finally:
         multiprocessing.set_forkserver_preload(before)

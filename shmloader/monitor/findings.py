@@ -1,0 +1,121 @@
+"""Says what a program's memory shows: who grows, why, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shmloader.monitor.inside import Report
+from shmloader.monitor.processes import ProcessMemory
+
+LEAST_NBYTES = 32_000_000
+"""Private memory of a forked worker about which something is said; batches and torch take less."""
+
+_MOST_OF_OWNER = 1.5  # times the bytes of what is called the cause; the measured size is of whole pages
+_LEAST_OF_OTHERS = 32_000_000  # of a process that is no loader's worker, in the last minute
+_LEAST_S_OF_OTHERS = 50.0
+_LEAST_RATE = 1_000_000  # bytes per minute; less is not called growth
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The growth of one process's private memory.
+
+    Attributes:
+        process: The process, as it is now.
+        nbytes: Bytes since it was first read.
+        nbytes_per_min: Bytes per minute, in the last minute.
+        seconds: Seconds of that minute in which it was followed.
+    """
+
+    process: ProcessMemory
+    nbytes: int
+    nbytes_per_min: float
+    seconds: float
+
+
+def megabytes(nbytes: float) -> str:
+    """A number of bytes in MB (10**6), for people."""
+    return f"{nbytes / 1e6:,.0f} MB"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is seen.
+
+    Attributes:
+        about: The loader or the process.
+        nbytes: Bytes that it is about.
+        text: The sentence.
+    """
+
+    about: tuple[int, int]
+    nbytes: int
+    text: str
+
+
+def find(
+    reports: Sequence[Report], growths: Mapping[int, Growth], *, looks_inside: bool
+) -> Iterator[Finding]:
+    """What is seen in all that grows. Without ``looks_inside`` no loader can have reported a cause."""
+    workers: set[int] = set()
+    for report in reports:
+        alive = [growths[pid] for pid in report.workers if pid in growths]
+        workers |= {growth.process.pid for growth in alive}
+        finding = _forked(report, alive) if report.start_method == "fork" else _rebuilt(report, alive)
+        if finding is not None:
+            yield finding
+    why = "no loader of the program has reported it as its worker, so the cause cannot be told"
+    if not looks_inside:
+        why = "the cause cannot be told from outside, but if the program is started by this command"
+    for pid, growth in growths.items():
+        is_long = growth.seconds >= _LEAST_S_OF_OTHERS  # programs grow while they start
+        if pid not in workers and is_long and growth.nbytes_per_min >= _LEAST_OF_OTHERS:
+            grows = f"grows by {megabytes(growth.nbytes_per_min)}/min"
+            yield Finding((pid, 0), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}")
+
+
+def _forked(report: Report, workers: Sequence[Growth]) -> Finding | None:
+    """On forked workers, which copy objects by reading them. At their start they have no private memory."""
+    most = max((growth.process.private_nbytes for growth in workers), default=0)
+    if most < LEAST_NBYTES:
+        return None
+    rate = max(growth.nbytes_per_min for growth in workers)
+    each = f"each of {len(workers)} workers'" if len(workers) > 1 else "the worker's"
+    grows = f"grows by {megabytes(rate)}/min" if rate >= _LEAST_RATE else "has grown"
+    said = f"{each} private memory {grows}"
+    if report.error or most > _MOST_OF_OWNER * report.nbytes + LEAST_NBYTES:
+        holds = f"`{report.owner}`, the largest in {report.dataset}, has only {megabytes(report.nbytes)}"
+        said += f" ({megabytes(most)} so far). The cause cannot be told: {report.error or holds}"
+    else:
+        said += (
+            f" towards the {megabytes(report.nbytes)} of `{report.owner}` ({megabytes(most)} so far): a "
+            f"forked worker copies the objects that it reads. {cure(report)}"
+        )
+    return Finding((report.pid, report.loader), most, said)
+
+
+def _rebuilt(report: Report, workers: Sequence[Growth]) -> Finding | None:
+    """On spawned workers, each of which gets a dataset of its own."""
+    if not report.start_method or report.nbytes < LEAST_NBYTES:
+        return None
+    most = max((growth.process.private_nbytes for growth in workers), default=0)
+    rate = max((growth.nbytes_per_min for growth in workers), default=0.0)
+    done = f" ({megabytes(most)} private so far)" if most else ""
+    grows = f", growing by {megabytes(rate)}/min" if rate >= _LEAST_RATE else ""
+    return Finding(
+        (report.pid, report.loader),
+        most,
+        f"each worker of {report.dataset} is sent, and rebuilds, the {megabytes(report.nbytes)} of "
+        f"`{report.owner}`{done}{grows}: {report.start_method} shares no objects. {cure(report)}",
+    )
+
+
+def cure(report: Report) -> str:
+    """The line that cures it, or what to do where no line does."""
+    if report.is_shareable:
+        return f"Cure: {report.owner} = shmloader.share({report.owner})"
+    return (
+        f"shmloader.share() does not take `{report.owner}`: keep numbers, texts, lists and dicts in one "
+        "plain list or dict, or arrays"
+    )

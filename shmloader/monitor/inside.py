@@ -1,0 +1,182 @@
+"""Looks at a program's datasets from inside the program, when an iterator over a loader begins.
+
+Runs in the process that iterates, in the thread that calls ``iter(loader)``. It reads objects as a search for
+what can be shared does, and runs none of the program's code. What fails here is reported, and never raised.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing
+
+from shmloader.frameworks.patches import Patches
+from shmloader.store import kinds, static
+from shmloader.store.graph import Graph, Node
+from shmloader.store.unshared import largest_holder
+from shmloader.torch_private import worker_pids
+
+REPORTS = "SHMLOADER_MEMORY_REPORTS"
+"""The environment variable that names the file to which reports are appended, a line of JSON each."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one loader's workers hold, as seen in the process that started them.
+
+    Attributes:
+        pid: That process.
+        loader: The ``id`` of the loader there.
+        dataset: The program's name for the dataset.
+        start_method: How its workers start; "" without worker processes.
+        workers: Their process ids.
+        owner: The expression for the object in the dataset that holds most of what workers copy.
+        nbytes: Bytes of it that workers copy: objects that they read under fork, all of it otherwise.
+        is_shareable: Whether `shmloader.share` takes the owner.
+        error: Why the dataset could not be looked at; "" if it was.
+    """
+
+    pid: int
+    loader: int
+    dataset: str
+    start_method: str = ""
+    workers: tuple[int, ...] = ()
+    owner: str = ""
+    nbytes: int = 0
+    is_shareable: bool = False
+    error: str = ""
+
+
+_seen: dict[int, tuple[weakref.ref[Any], Report]] = {}  # by the loader's ``id``
+_listeners: list[Callable[[Report], None]] = []
+
+
+def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
+    """Begin an iterator as ``torchs_iter`` does, and report on the loader."""
+    caller = inspect.currentframe()
+    report = _look(loader, caller)
+    if report.start_method not in ("", "fork"):
+        _send(report)  # now: these workers are sent the whole dataset, which may take long
+    iterator = torchs_iter(loader)
+    try:
+        report = replace(report, workers=tuple(worker_pids(iterator)))
+    except Exception as error:  # noqa: BLE001 - of an unknown torch; the program must not see it
+        report = replace(report, error=repr(error))
+    _send(report)
+    return iterator
+
+
+def listen(listener: Callable[[Report], None]) -> Callable[[], None]:
+    """Have reports of this process given to a function; returns the function that ends it."""
+    loader_class, patches = torch.utils.data.DataLoader, Patches()
+    patches.wrap(loader_class, "__iter__", lambda torchs_iter, loader: begin(loader, torchs_iter))
+    _listeners.append(listener)
+
+    def stop() -> None:
+        _listeners.remove(listener)
+        patches.undo()
+
+    return stop
+
+
+def read_reports(path: Path, offset: int) -> tuple[list[Report], int]:
+    """The reports that were appended to a file since ``offset``, and where they end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        text = file.read()
+    text = text[: text.rfind(b"\n") + 1]
+    lines = map(json.loads, text.splitlines())
+    return [Report(**line | {"workers": tuple(line["workers"])}) for line in lines], offset + len(text)
+
+
+def _send(report: Report) -> None:
+    for listener in _listeners:
+        listener(report)
+    if path := os.environ.get(REPORTS):
+        line = json.dumps(asdict(report)).encode() + b"\n"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError:  # the command has ended
+            return
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+
+def _look(loader: Any, frame: types.FrameType | None) -> Report:
+    reference, report = _seen.get(id(loader), (None, None))
+    if report is not None and reference is not None and reference() is loader and report.pid == os.getpid():
+        return report
+    report = Report(os.getpid(), id(loader), "dataset")
+    try:
+        report = _report(loader, report, frame)
+        _seen[id(loader)] = weakref.ref(loader), report
+    except Exception as error:  # noqa: BLE001 - of objects of any kind; the program must not see it
+        report = replace(report, error=repr(error))
+    return report
+
+
+def _report(loader: Any, report: Report, frame: types.FrameType | None) -> Report:
+    dataset = loader.dataset
+    name = _name_of(dataset, frame)
+    if not name:
+        holder = _name_of(loader, frame)
+        name = f"{holder}.dataset" if holder else "dataset"
+    report = replace(report, dataset=name)
+    if not loader.num_workers or getattr(loader, "worker_type", "process") == "thread":
+        return report
+    method = (loader.multiprocessing_context or torch.multiprocessing).get_start_method()
+    report = replace(report, start_method=method)
+    graph = Graph(dataset)
+    if method == "fork":
+        nbytes, owner = largest_holder(graph)
+    else:
+        nbytes, owner = _largest_copied(graph)
+    shareable = any(one.plan and owner in (one, one.holder) for one in graph.nodes.values())
+    path = name + owner.path.removeprefix(static.name_of(type(dataset)))
+    return replace(report, owner=path, nbytes=nbytes, is_shareable=shareable)
+
+
+def _largest_copied(graph: Graph) -> tuple[int, Node]:
+    """The largest of the objects that are rebuilt in each spawned worker, and its bytes.
+
+    Tensors are not: torch moves them to shared memory.
+    """
+    root = next(iter(graph.nodes.values()))
+    sized = [(kinds.estimate_nbytes(node.value), node) for node in graph.nodes.values() if node.plan]
+    sized += [(nbytes, node) for node, nbytes, _ in graph.left]
+    copied = [pair for pair in sized if not static.is_a(pair[1].value, torch.Tensor)]
+    return max(copied, key=lambda pair: pair[0], default=(0, root))
+
+
+def _name_of(value: Any, frame: types.FrameType | None) -> str:
+    """The program's name for an object: a variable in a calling frame, or an attribute of its ``self``."""
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(("shmloader.", "torch.", "sitecustomize")):
+            for name, held in _variables(frame):
+                if held is value and name.isidentifier():
+                    return name
+                if name == "self":
+                    own = static.dict_of(held)
+                    found = next((key for key, attribute in own.items() if attribute is value), None)
+                    if found is not None:
+                        return f"self.{found}"
+        frame = frame.f_back
+    return ""
+
+
+def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
+    names = frame.f_locals
+    held = list(names.items())
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(names) is dict:
+        names.clear()  # before Python 3.13 a function's are a copy, which would keep its variables alive
+    return held

@@ -1,0 +1,130 @@
+"""`BatchProbe`: measures a worker's batches. Runs in the worker; without workers, in the main process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from shmloader.wire.records import pack_batch_times
+
+_BLOCK_NS = 20_000  # samples that are quicker are timed in blocks of about so many nanoseconds
+_MOST_IN_BLOCK = 1 << 15
+_OUTLIER = 8  # times as long as the others
+_CLOCK_NS = 300  # that it takes to time a block
+_READ_NS = 1_000_000  # how often the scheduler is asked: it takes 3 µs; the sums stay right
+_MOST_NBYTES = (1 << 32) - 1
+
+_Fetch = Callable[[Any, Any], list[Any]]
+_Collate = Callable[[Any], Any]
+
+
+class BatchProbe:
+    """Measures one worker, from the receipt of a task to its answer; see `worker.fetcher.Probe`.
+
+    A clock is read for each sample only if samples take longer than 20 µs. Quicker ones are timed in blocks:
+    then a slow one is known by its block.
+    """
+
+    def __init__(self) -> None:
+        self._received_ns = self._made_ns = self._collate_ns = self._copied_nbytes = 0
+        self._slowest = 0, 0, 0  # nanoseconds, place in the index batch, number of samples
+        self._block = 1
+        self._spare_ns = 0  # to be spent on timing quick samples one by one
+        self._schedstat_fd = -1
+        self._schedule_ns = 0, 0
+        self._read_ns = 0  # when that was
+
+    def __del__(self) -> None:
+        if self._schedstat_fd >= 0:
+            os.close(self._schedstat_fd)
+
+    def around_fetch(self, fetch: _Fetch) -> _Fetch:
+        """A function like ``fetch`` that fetches in blocks and notes the slowest."""
+
+        def timed(dataset: Any, indices: Any) -> list[Any]:
+            if type(indices) is not list:  # others may not be cut
+                return fetch(dataset, indices)
+            samples: list[Any] = []
+            size, slowest = self._block_of(len(indices)), self._slowest
+            began_ns = then_ns = time.perf_counter_ns()
+            for begin in range(0, len(indices), size):
+                samples += fetch(dataset, indices[begin : begin + size])
+                now_ns = time.perf_counter_ns()
+                if now_ns - then_ns > slowest[0]:
+                    slowest = now_ns - then_ns, begin, min(size, len(indices) - begin)
+                then_ns = now_ns
+            self._slowest = slowest
+            usual_ns = (then_ns - began_ns - slowest[0]) // max(1, len(indices) - slowest[2]) or 1
+            self._block = max(1, min(_MOST_IN_BLOCK, _BLOCK_NS // usual_ns))
+            if size > 1 and slowest[0] > _OUTLIER * usual_ns * slowest[2]:
+                self._spare_ns += slowest[0] // 32  # of what it took, to find the next one exactly
+            return samples
+
+        return timed
+
+    def _block_of(self, samples: int) -> int:
+        """The samples of a block, of a batch of so many: four blocks at least, so that outliers show."""
+        if self._spare_ns >= samples * _CLOCK_NS:
+            self._spare_ns -= samples * _CLOCK_NS
+            return 1
+        return max(1, min(self._block, samples // 4))
+
+    def around_collate(self, collate_fn: _Collate) -> _Collate:
+        """A function like ``collate_fn`` that is timed."""
+
+        def timed(samples: Any) -> Any:
+            began_ns = time.perf_counter_ns()
+            try:
+                return collate_fn(samples)
+            finally:
+                self._collate_ns += time.perf_counter_ns() - began_ns
+
+        return timed
+
+    def begin(self, received_ns: int, copied_nbytes: int) -> None:
+        """Begin a batch."""
+        self._received_ns, self._copied_nbytes = received_ns, copied_nbytes
+        self._made_ns = self._collate_ns = 0
+        self._slowest = 0, 0, 0
+        if received_ns - self._read_ns > _READ_NS:  # what it did while it waited does not count
+            self._scheduled_ns(received_ns)
+
+    def note_made(self) -> None:
+        """Note that the samples are fetched and collated."""
+        self._made_ns = time.perf_counter_ns()
+
+    def end(self, seq: int, wait_ns: int, copied_nbytes: int, header_nbytes: int) -> bytes:
+        """End the batch; returns its packed `BatchTimes`."""
+        now_ns = time.perf_counter_ns()
+        made_ns = self._made_ns or now_ns  # if making it raised
+        cpu_ns, delay_ns = self._scheduled_ns(now_ns) if now_ns - self._read_ns > _READ_NS else (0, 0)
+        slowest_ns, begin, count = self._slowest
+        return pack_batch_times(
+            seq,
+            self._received_ns,
+            wait_ns / 1e9,
+            (made_ns - self._received_ns - self._collate_ns) / 1e9,
+            self._collate_ns / 1e9,
+            (now_ns - made_ns) / 1e9,
+            cpu_ns / 1e9,
+            delay_ns / 1e9,
+            slowest_ns / 1e9,
+            begin,
+            count,
+            copied_nbytes - self._copied_nbytes,
+            min(header_nbytes, _MOST_NBYTES),
+        )
+
+    def _scheduled_ns(self, now_ns: int) -> tuple[int, int]:
+        """Processor time of this thread since the last call, and time that it was ready without a core."""
+        before, self._read_ns = self._schedule_ns, now_ns
+        self._schedule_ns = time.thread_time_ns(), 0
+        with contextlib.suppress(OSError, ValueError):  # Linux tells more
+            if self._schedstat_fd < 0:  # in the worker itself, whose thread it is
+                self._schedstat_fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            cpu, delay, _ = os.pread(self._schedstat_fd, 64, 0).split()
+            self._schedule_ns = int(cpu), int(delay)
+        return self._schedule_ns[0] - before[0], self._schedule_ns[1] - before[1]

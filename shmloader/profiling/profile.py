@@ -1,0 +1,88 @@
+"""`Profile`: switches the profiling of one loader on and off. Main process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Self
+
+from shmloader.errors import LoaderError
+from shmloader.memory.limits import ProcessorUse, processor_use
+from shmloader.profiling.recorder import BatchRecorder
+from shmloader.profiling.report import ProfileReport
+from shmloader.statistics import Counters, LoaderStatistics
+
+Tell = Callable[[ProfileReport], object]
+
+
+class Profile:
+    """Where the time of a loader goes, batch by batch: from ``loader.profile()``, used as a context manager.
+
+    Epochs that begin inside the block are measured, in the workers too, which send their times with the
+    batches. ``print(profile)`` shows the table, at any moment and after the block.
+
+    Args:
+        counters: The loader's.
+        statistics: Gives the loader's statistics.
+        pids: Gives the ids of its worker processes.
+        every_s: Seconds from one call of ``tell`` to the next.
+        tell: Called with the report, in ``next()``, in the program's thread.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        statistics: Callable[[], LoaderStatistics],
+        pids: Callable[[], Iterable[int | None]],
+        every_s: float = 10.0,
+        tell: Tell | None = None,
+    ) -> None:
+        self._counters, self._statistics, self._pids = counters, statistics, pids
+        self._recorder = BatchRecorder(every_s, None if tell is None else lambda: tell(self.report()))
+        self._before: ProcessorUse | None = None
+        self._first: LoaderStatistics | None = None
+        self._report: ProfileReport | None = None
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop measuring."""
+        self._report = self.report()
+        self._counters.record(None)
+
+    def begin(self) -> None:
+        """Measure the epochs that begin from now on."""
+        self._before, self._first = processor_use(self._pids()), self._statistics()
+        self._counters.record(self._recorder)
+
+    def report(self) -> ProfileReport:
+        """The figures so far."""
+        if self._report is not None:
+            return self._report
+        if self._before is None or self._first is None:
+            raise LoaderError("the profile has not begun: use it as `with loader.profile() as profile:`")
+        now, first = self._statistics(), self._first
+        shares: dict[str, Any] = processor_use(self._pids()).shares_since(self._before)
+        evidence = replace(
+            now.evidence(),
+            first_s=now.wait_for_first_batches_s - first.wait_for_first_batches_s,
+            start_s=now.wait_for_starts_s - first.wait_for_starts_s,
+            in_process_s=now.in_process_s - first.in_process_s,
+            spills=now.spills - first.spills,
+            **shares,
+        )
+        return ProfileReport.of(self._recorder, evidence)
+
+    def save_picture(self, path: str | PathLike[str]) -> None:
+        """Draw the batches over time: `ProfileReport.save_picture`."""
+        self.report().save_picture(path)
+
+    def save_trace(self, path: str | PathLike[str]) -> None:
+        """Write Chrome trace events: `ProfileReport.save_trace`."""
+        self.report().save_trace(path)
+
+    def __str__(self) -> str:
+        return str(self.report())

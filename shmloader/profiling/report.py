@@ -1,0 +1,244 @@
+"""`ProfileReport`: the figures of a profile, as a table, as scalars for trackers, as a picture or a trace."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shmloader.profiling.recorder import BatchRecorder, Made, Returned
+from shmloader.verdict import Evidence, Profiled, Verdict, judge, time_of
+
+MAIN = {"wait": "waiting for a batch", "sampler": "sampler", "next": "next() itself", "step": "your program"}
+WORKERS = {"fetch": "fetch", "collate": "collate", "write": "write", "idle": "waiting for a slot"}
+"""Parts of the time of the main process and of the workers, with their names in the table."""
+
+_MOST_DRAWN = 300  # batches in a picture: more would be thinner than a pixel
+_LEAST_OF_WORKER = 5  # batches, for a worker to be compared with the others
+
+
+class Spread(NamedTuple):
+    """One part of the time: seconds per batch, and its share of the time of its process."""
+
+    share: float
+    p50_s: float
+    p95_s: float
+    p99_s: float
+    most_s: float
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """The figures of a loader's profile, of its last 10,000 batches.
+
+    Attributes:
+        batches: Batches returned.
+        total_s: Seconds from batch to batch, without the time between epochs.
+        num_workers: Workers.
+        main: Spreads of ``wait``, ``sampler``, ``next`` and ``step`` (the program's own work).
+        workers: Spreads of ``fetch``, ``collate``, ``write`` and ``idle`` (waiting for a task and its slot).
+        by_worker: By worker: batches, and the median seconds that it took for one.
+        slowest: Names of the slowest samples and their seconds, the slowest first.
+        bound_batches_per_s: Batches per second if loading took no time.
+        verdict: The cause that holds the loader up.
+        returned, made: The times of each batch.
+    """
+
+    batches: int
+    total_s: float
+    num_workers: int
+    main: dict[str, Spread]
+    workers: dict[str, Spread]
+    by_worker: dict[int, tuple[int, float]]
+    slowest: dict[str, float]
+    bound_batches_per_s: float
+    verdict: Verdict
+    returned: tuple[Returned, ...] = ()
+    made: tuple[Made, ...] = ()
+
+    @classmethod
+    def of(cls, recorder: BatchRecorder, evidence: Evidence) -> ProfileReport:
+        """The report on what was recorded; ``evidence`` has what the loader's statistics know."""
+        returned, made = tuple(recorder.returned), tuple(recorder.made)
+        main = {name: [getattr(one, f"{name}_s") for one in returned] for name in MAIN}
+        parts = {
+            name: [one.times.wait_s if name == "idle" else getattr(one.times, f"{name}_s") for one in made]
+            for name in WORKERS
+        }
+        sums = {name: float(sum(times)) for name, times in {**main, **parts}.items()}
+        total_s = sum(sums[name] for name in MAIN)
+        slowest = dict(sorted(recorder.slowest.items(), key=lambda pair: -pair[1]))
+        by_worker = _by_worker(made)
+        found = replace(
+            evidence,
+            batches=len(returned),
+            total_s=total_s,
+            wait_s=sums["wait"],
+            made_s=sums["fetch"] + sums["collate"] + sums["write"],
+            held=max((one.held for one in returned), default=0),
+            profiled=_profiled(sums, made, by_worker, slowest),
+        )
+        return cls(
+            batches=len(returned),
+            total_s=total_s,
+            num_workers=recorder.num_workers,
+            main=_spreads(main),
+            workers=_spreads(parts),
+            by_worker=by_worker,
+            slowest=slowest,
+            bound_batches_per_s=len(returned) / sums["step"] if sums["step"] else 0.0,
+            verdict=judge(found),
+            returned=returned,
+            made=made,
+        )
+
+    def scalars(self) -> dict[str, float]:
+        """Figures by name, for TensorBoard, W&B and other trackers: seconds per batch, shares, rates."""
+        found = {"batches_per_s": self.batches / self.total_s if self.total_s else 0.0}
+        for where, spreads in (("main", self.main), ("workers", self.workers)):
+            for name, spread in spreads.items():
+                found |= {f"{where}/{name}/{field}": value for field, value in spread._asdict().items()}
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures but those of single batches, for JSON."""
+        return {
+            "verdict": {"cause": str(self.verdict.cause), "text": self.verdict.text},
+            "batches": self.batches,
+            "total_s": self.total_s,
+            "num_workers": self.num_workers,
+            "bound_batches_per_s": self.bound_batches_per_s,
+            "main": {name: spread._asdict() for name, spread in self.main.items()},
+            "workers": {name: spread._asdict() for name, spread in self.workers.items()},
+            "by_worker": {str(number): figures for number, figures in self.by_worker.items()},
+            "slowest": self.slowest,
+        }
+
+    def save_trace(self, path: str | PathLike[str]) -> None:
+        """Write the batches as Chrome trace events (JSON), for Perfetto or ``chrome://tracing``."""
+        write_trace(path, list(self.spans()))
+
+    def save_picture(self, path: str | PathLike[str]) -> None:
+        """Draw the last 300 batches over time, a row for the main process and one for each worker.
+
+        The form (PNG, SVG, PDF) is that of the name's ending. It needs matplotlib (``shmloader[plots]``).
+        """
+        from shmloader.profiling.picture import draw
+
+        draw(path, self.verdict.text, self.last_spans())
+
+    def last_spans(self) -> list[tuple[str, str, float, float]]:
+        """The `spans` of the last 300 batches."""
+        last = self.returned[-_MOST_DRAWN:]
+        begin_s = last[0].began_ns / 1e9 - last[0].step_s if last else 0.0
+        return [span for span in self.spans() if span[2] >= begin_s]
+
+    def spans(self) -> Iterator[tuple[str, str, float, float]]:
+        """What was done when: who, the part of the time, when it began, and for how long, in seconds."""
+        for one in self.returned:
+            at_s = one.began_ns / 1e9 - one.step_s
+            for name in ("step", "wait", "sampler", "next"):
+                spent_s = getattr(one, f"{name}_s")
+                yield "main", name, at_s, spent_s
+                at_s += spent_s
+        for made in self.made:
+            at_s = made.times.began_ns / 1e9
+            for name in ("fetch", "collate", "write"):
+                spent_s = getattr(made.times, f"{name}_s")
+                yield f"worker {made.worker_id}", name, at_s, spent_s
+                at_s += spent_s
+
+    def __str__(self) -> str:
+        return render(self.as_dict())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def write_trace(path: str | PathLike[str], spans: Iterable[Sequence[Any]]) -> None:
+    """Write spans of time as Chrome trace events."""
+    rows: dict[str, int] = {}
+    events: list[dict[str, Any]] = []
+    for who, name, at_s, spent_s in spans:
+        row = rows.setdefault(who, len(rows))
+        events.append({"name": name, "ph": "X", "pid": 0, "tid": row, "ts": at_s * 1e6, "dur": spent_s * 1e6})
+    events += [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": who}}
+        for who, row in rows.items()
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+
+
+def render(figures: dict[str, Any]) -> str:
+    """A report as text, from its `ProfileReport.as_dict`."""
+    batches, total_s = figures["batches"], figures["total_s"]
+    lines: list[str] = [figures["verdict"]["text"]]
+    if not batches:
+        return lines[0]
+    rate, bound = batches / max(total_s, 1e-9), figures["bound_batches_per_s"]
+    limit = f"; {bound:,.1f} if loading took no time" if bound else ""
+    lines.append(f"{batches:,} batches in {time_of(total_s)}: {rate:,.1f} batches/s{limit}")
+    workers = f"{figures['num_workers']} worker(s)" if figures["num_workers"] else "in next()"
+    heads = ((MAIN, "main", "main process"), (WORKERS, "workers", workers))
+    for names, key, head in heads:
+        lines.append(f"{head:<22}{'share':>7}{'p50':>10}{'p95':>10}{'p99':>10}{'most':>10}")
+        for name, title in names.items():
+            share, *times = figures[key][name].values()
+            lines.append(f"  {title:<20}{share:>7.0%}" + "".join(f"{time_of(one):>10}" for one in times))
+    for number, (made, usual_s) in figures["by_worker"].items():
+        lines.append(f"worker {number}: {made:,} batches, {time_of(usual_s)} for half of them or more")
+    lines += [f"slowest: {name}, {time_of(slow_s)}" for name, slow_s in figures["slowest"].items()]
+    return "\n".join(lines)
+
+
+def _spreads(times: dict[str, list[float]]) -> dict[str, Spread]:
+    total_s = sum(map(sum, times.values())) or 1.0
+    spreads = {}
+    for name, each in times.items():
+        p50, p95, p99, most = np.percentile(each or [0.0], [50, 95, 99, 100]).tolist()
+        spreads[name] = Spread(sum(each) / total_s, p50, p95, p99, most)
+    return spreads
+
+
+def _by_worker(made: tuple[Made, ...]) -> dict[int, tuple[int, float]]:
+    spent: dict[int, list[float]] = {}
+    for worker_id, times, _ in made:
+        spent.setdefault(worker_id, []).append(times.fetch_s + times.collate_s + times.write_s)
+    return {number: (len(spent[number]), median(spent[number])) for number in sorted(spent)}
+
+
+def _profiled(
+    sums: dict[str, float],
+    made: tuple[Made, ...],
+    by_worker: dict[int, tuple[int, float]],
+    slowest: dict[str, float],
+) -> Profiled:
+    slow_worker = None
+    known = {number: usual_s for number, (count, usual_s) in by_worker.items() if count >= _LEAST_OF_WORKER}
+    if len(known) > 1:
+        slow = max(known, key=lambda number: known[number])
+        others = median([usual_s for number, usual_s in known.items() if number != slow])
+        slow_worker = slow, known[slow] / max(others, 1e-9)
+    name, slow_s = next(iter(slowest.items()), ("", 0.0))
+    return Profiled(
+        step_s=sums["step"],
+        sampler_s=sums["sampler"],
+        next_s=sums["next"],
+        fetch_s=sums["fetch"],
+        collate_s=sums["collate"],
+        write_s=sums["write"],
+        cpu_s=sum(one.times.cpu_s for one in made),
+        delay_s=sum(one.times.delay_s for one in made),
+        copied_nbytes=sum(one.times.copied_nbytes for one in made) / max(1, len(made)),
+        header_nbytes=sum(one.times.header_nbytes for one in made) / max(1, len(made)),
+        slow_worker=slow_worker,
+        slow_sample=f"{name} took {time_of(slow_s)}" if name else "",
+        excess_s=sum(one.excess_s for one in made),
+    )

@@ -1,0 +1,95 @@
+"""Readers behind a look-ahead: what came out of it is what the program has had. Main process only.
+
+A prefetcher, or a framework's wrapper, reads batches before the program does. A `Reading` counts the batches
+that come out of it, and the loader's states are then of that place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from shmloader.resume.progress import Follower
+from shmloader.resume.states import Epoch, States
+
+_T = TypeVar("_T")
+
+
+class Reading:
+    """How far one reader behind a look-ahead has come. Make it before the look-ahead begins to read.
+
+    Args:
+        states: The loader's.
+        reader: The object that hands out the batches. When it dies, the epoch is left where it is.
+        explain: Raises the error for a reader whose batches are not of this loader; or returns, if the loader
+            has no states.
+    """
+
+    def __init__(self, states: States, reader: object, explain: Callable[[], None]) -> None:
+        self._states, self._explain, self._reader = states, explain, weakref.ref(reader)
+        self._epoch: Epoch | None = None
+        self._follower: Follower | None = None
+        states.expect_reader()
+
+    def take(self) -> None:
+        """Note that a batch came out of the look-ahead.
+
+        Raises:
+            ResumeError: If the loader has begun no epoch.
+        """
+        self.begin()
+        epoch, follower = self._epoch, self._follower
+        if epoch is None or follower is None:
+            return
+        # The batch was returned before it came out. So one more than were returned is the next epoch's.
+        while follower.count >= epoch.progress.returned and epoch.next is not None:
+            epoch, follower = self._states.follow_next(epoch, follower)
+        self._epoch, self._follower = epoch, follower
+        follower.take()
+
+    def end(self) -> None:
+        """Note that the look-ahead has ended: the epoch is over for the program."""
+        self.begin()
+        if self._follower is not None:
+            self._follower.end()
+
+    def begin(self) -> None:
+        """Begin with the loader's epoch, if it has not begun; at the latest, the first batch does this."""
+        if self._follower is not None:
+            return
+        self._epoch = epoch = self._states.epoch_of_reader()
+        if epoch is None:
+            self._explain()
+        else:
+            self._follower = epoch.progress.follow(self._reader)
+
+
+class Followed(Iterable[_T], Generic[_T]):
+    """What a look-ahead gives, followed by the loader that it reads; see `DataLoader.follow`."""
+
+    def __init__(self, states: States, batches: Iterable[_T], explain: Callable[[], None]) -> None:
+        self._states, self._batches, self._explain = states, batches, explain
+
+    def __iter__(self) -> Iterator[_T]:
+        """A pass over the look-ahead."""
+        return _Reader(self._states, self._batches, self._explain)
+
+    def __len__(self) -> int:
+        """The look-ahead's length; a TypeError if it has none."""
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+class _Reader(Iterator[_T]):
+    def __init__(self, states: States, batches: Iterable[_T], explain: Callable[[], None]) -> None:
+        self._reading = Reading(states, self, explain)
+        self._iterator = iter(batches)
+
+    def __next__(self) -> _T:
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._reading.end()
+            raise
+        self._reading.take()
+        return batch

@@ -1,0 +1,348 @@
+"""The verdict: the one cause that holds a loader up, its evidence, and what to change. Arithmetic only.
+
+Statistics and profiles both ask `judge`. What is not known, because the loader was not profiled, is None or 0
+in the `Evidence`, and then no cause is named that would need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+_LEAST_WAIT = 0.1  # share of the time; what takes less is not what holds the program up
+_LEAST_BATCHES, _LEAST_S, _ENOUGH_S = 10, 0.2, 1.0
+_HELD = 64  # batches; from here on they are copied to private memory
+_SPILLED = 0.2  # of all batches
+_THROTTLED = 0.2  # of the scheduler's periods
+_FULL = 0.8  # of the usable cores: more workers would only share them
+_DELAYED = 0.3  # of the workers' time
+_FOREIGN = 0.3  # of the usable cores
+_SLOWER = 2.0  # times as long as the other workers need
+_SAMPLE = 0.3  # of the workers' time
+_WRITING = 0.35  # of a worker's time for a batch
+_BUSY = 0.75  # of the time: such workers have no more to give
+_AS_QUICK = 20  # bytes are copied in the time in which one is pickled
+_MOST_PER_CORE = 4  # workers that wait for a disk or a network
+
+
+class Cause(StrEnum):
+    """What holds a loader up."""
+
+    TOO_LITTLE = "too little seen"
+    NO_WORKERS = "no workers"
+    PROGRAM = "slow program"
+    HELD = "held batches"
+    SAMPLER = "slow sampler"
+    NEXT = "slow next()"
+    START = "start of the workers"
+    FIRST_BATCH = "first batches"
+    THROTTLED = "throttled cores"
+    FOREIGN = "other programs"
+    TOO_MANY = "too many workers"
+    TOO_FEW = "too few workers"
+    SLOW_WORKER = "one slow worker"
+    SLOW_SAMPLE = "one slow sample"
+    PICKLED = "pickled objects"
+    COPIED = "large leaves copied"
+    COLLATE = "slow collate"
+    FETCH = "slow fetch"
+    WORKERS = "slow workers"
+    UNEVEN = "uneven batches"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One cause, with the figures that show it and the change that mends it."""
+
+    cause: Cause
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Figures that only a profile has; seconds are sums over all batches, and over the workers."""
+
+    step_s: float  # of the program, between two batches
+    sampler_s: float
+    next_s: float  # of ``next()`` besides waiting and the sampler
+    fetch_s: float  # this and the next two: of the workers
+    collate_s: float
+    write_s: float
+    cpu_s: float  # processor time of the workers
+    delay_s: float  # time in which workers were ready to run and had no core
+    copied_nbytes: float = 0.0  # copied into slots, per batch
+    header_nbytes: float = 0.0  # pickled, per batch
+    slow_worker: tuple[int, float] | None = None  # slower than the others, and how many times
+    slow_sample: str = ""  # the slowest sample, in words; empty if all are alike
+    excess_s: float = 0.0  # what samples much slower than others of their batch took beyond these
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The figures that a verdict rests on; with names as in `LoaderStatistics`, some shorter."""
+
+    batches: int
+    total_s: float  # in the loop
+    wait_s: float = 0.0  # this and the next two: ``next()`` waited; for first batches; until workers started
+    first_s: float = 0.0
+    start_s: float = 0.0
+    in_process_s: float = 0.0
+    num_workers: int = 0
+    usable_cores: int = 0  # 0 if unknown
+    made_s: float = 0.0  # that all workers together took to make batches
+    own_cores: float | None = None  # None if unknown
+    foreign_cores: float = 0.0
+    throttled_share: float = 0.0
+    held: int = 0  # batches that the program holds
+    slots: int = 0  # that there are
+    spills: int = 0
+    autotune: str = ""  # why ``num_workers="auto"`` chose as it did
+    profiled: Profiled | None = None
+
+    @property
+    def waited(self) -> str:
+        """How long ``next()`` waited, in words."""
+        return f"next() waited {share_of(self.wait_s, self.total_s)}"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no core for a further worker."""
+        return self.own_cores is not None and self.own_cores >= _FULL * self.usable_cores > 0
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Name the one cause that holds a loader up. The first rule that applies decides."""
+    for rule in _RULES:
+        found = rule(evidence)
+        if found is not None:
+            return found
+    raise AssertionError("the last rule always applies")
+
+
+def _too_little(e: Evidence) -> Verdict | None:
+    if not e.batches or not e.total_s:
+        return Verdict(Cause.TOO_LITTLE, "No batch has been returned yet.")
+    if e.total_s >= _LEAST_S and (e.batches >= _LEAST_BATCHES or e.total_s >= _ENOUGH_S):
+        return None
+    return Verdict(
+        Cause.TOO_LITTLE,
+        f"Too little was seen to say what the bottleneck is: {e.batches} batches in {time_of(e.total_s)}; "
+        f"{e.waited}.",
+    )
+
+
+def _no_workers(e: Evidence) -> Verdict | None:
+    if not e.in_process_s:
+        return None
+    made = f"next() made the batches itself, in {share_of(e.in_process_s, e.total_s)}"
+    if e.in_process_s < _LEAST_WAIT * e.total_s:
+        return Verdict(Cause.PROGRAM, f"Your loop is the bottleneck: {made}; workers would save only that.")
+    return Verdict(Cause.NO_WORKERS, f"There are no workers: {made}; num_workers=1 or more would save that.")
+
+
+def _main_process(e: Evidence) -> Verdict | None:
+    """What takes the main process's time, if that is not waiting for workers."""
+    p = e.profiled
+    sampler_s, next_s = (0.0, 0.0) if p is None else (p.sampler_s, p.next_s)
+    if e.held >= _HELD or (e.spills >= _SPILLED * e.batches and e.held > e.slots // 2):
+        copied = f", and {e.spills:,} batches were copied to private memory" if e.spills else ""
+        return Verdict(
+            Cause.HELD,
+            f"The program holds {e.held} batches{f' in {e.slots} slots' if e.slots else ''}{copied}: a slot "
+            "is not used again until the last view of its batch is gone. Keep what you need of a batch as a "
+            "copy (tensor.clone(), .item()), and del the rest.",
+        )
+    most_s = max(e.wait_s, sampler_s, next_s)
+    if most_s < _LEAST_WAIT * e.total_s:
+        return Verdict(
+            Cause.PROGRAM, f"Your loop is the bottleneck: {e.waited}; more workers would not help."
+        )
+    if p is None or most_s == e.wait_s:
+        return None
+    if most_s == sampler_s:
+        return Verdict(
+            Cause.SAMPLER,
+            f"The sampler is the bottleneck: it took {share_of(sampler_s, e.total_s)}, in the main process. "
+            "Make index batches ahead (one call of torch.randperm(...).tolist(), say), not one by one.",
+        )
+    if p.header_nbytes * _AS_QUICK > p.copied_nbytes and p.header_nbytes > 1 << 14:
+        return _pickled(p, f"next() took {share_of(next_s, e.total_s)} to read batches")
+    return Verdict(
+        Cause.NEXT,
+        f"next() itself is the bottleneck: it took {share_of(next_s, e.total_s)} besides waiting. Batches "
+        "are small for their number: a larger batch_size saves that.",
+    )
+
+
+def _pickled(p: Profiled, evidence: str) -> Verdict:
+    return Verdict(
+        Cause.PICKLED,
+        f"Pickled objects are the bottleneck: {evidence}, of which {p.header_nbytes:,.0f} bytes each are "
+        "Python objects. Return tensors or arrays (collate_fn) in place of lists of numbers and objects.",
+    )
+
+
+def _starts(e: Evidence) -> Verdict | None:
+    work_s = e.wait_s - e.start_s
+    if work_s < e.start_s:
+        return Verdict(
+            Cause.START,
+            f"The start of the workers is the bottleneck: next() waited {share_of(e.start_s, e.total_s)} "
+            "until they had started; without persistent_workers=True they start in each epoch.",
+        )
+    if e.first_s - e.start_s > work_s / 2:
+        return Verdict(
+            Cause.FIRST_BATCH,
+            f"The workers are the bottleneck: {e.waited}, mostly for the first batch of an epoch; quicker "
+            "samples would help, and prefetch_epochs=True may.",
+        )
+    return None
+
+
+def _lack_of_cores(e: Evidence) -> Verdict | None:
+    p = e.profiled
+    delayed = p is not None and p.delay_s >= _DELAYED * e.made_s
+    if e.throttled_share >= _THROTTLED:
+        return Verdict(
+            Cause.THROTTLED,
+            f"The cgroup's processor quota is the bottleneck: it was used up in {e.throttled_share:.0%} of "
+            f"the scheduler's periods; {e.waited}. Raise the quota (cpu.max; --cpus in Docker); until then "
+            f"num_workers={e.usable_cores or 1} is enough.",
+        )
+    if p is not None and delayed and e.foreign_cores >= _FOREIGN * e.usable_cores:
+        # Would these workers keep up if they had had a core whenever they were ready?
+        alone_s = max(p.cpu_s, e.made_s - p.delay_s) / e.num_workers
+        if alone_s <= p.step_s + p.sampler_s + p.next_s:
+            return Verdict(
+                Cause.FOREIGN,
+                f"Other programs are the bottleneck: they kept {e.foreign_cores:.1f} of {e.usable_cores} "
+                f"cores busy, and workers had no core for {share_of(p.delay_s, e.made_s)} of their time. "
+                "Stop them, or ask for cores of your own.",
+            )
+    if e.num_workers > e.usable_cores > 0 and (delayed if p else e.is_full) and not e.autotune:
+        why = f"; they had no core for {share_of(p.delay_s, e.made_s)} of their time" if p else ""
+        return Verdict(
+            Cause.TOO_MANY,
+            f"The workers are the bottleneck: {e.waited}, and there are too many: {e.num_workers} of them "
+            f"share {e.usable_cores} cores{why}. num_workers={e.usable_cores} loads as fast; beyond that "
+            "only quicker samples help.",
+        )
+    return None
+
+
+def _one_slow(e: Evidence) -> Verdict | None:
+    p = e.profiled
+    if p is not None and p.excess_s >= _SAMPLE * e.made_s:
+        return Verdict(
+            Cause.SLOW_SAMPLE,
+            f"One slow sample is the bottleneck: {p.slow_sample}, and such samples took "
+            f"{share_of(p.excess_s, e.made_s)} of the workers' time; {e.waited}. Look at that sample; "
+            'dispatch="dynamic" lets the other workers go on meanwhile.',
+        )
+    if p is not None and p.slow_worker is not None and p.slow_worker[1] >= _SLOWER:
+        number, times = p.slow_worker
+        return Verdict(
+            Cause.SLOW_WORKER,
+            f"One slow worker is the bottleneck: worker {number} takes {times:.1f} times as long for a batch "
+            f"as the others; {e.waited}. See what it does otherwise (worker_init_fn, get_worker_info()); "
+            'dispatch="dynamic" gives it fewer batches.',
+        )
+    return None
+
+
+def _writing(e: Evidence) -> Verdict | None:
+    p = e.profiled
+    if p is None or p.write_s < _WRITING * e.made_s:
+        return None
+    wrote = f"workers took {share_of(p.write_s, e.made_s)} to write batches"
+    if p.header_nbytes * _AS_QUICK > p.copied_nbytes:
+        return _pickled(p, wrote)
+    return Verdict(
+        Cause.COPIED,
+        f"Copies are the bottleneck: {wrote}, {p.copied_nbytes:,.0f} bytes each that were made elsewhere. "
+        "Make them in the slot: shmloader.empty() in collate_fn, or default_collate.",
+    )
+
+
+def _number_of_workers(e: Evidence) -> Verdict | None:
+    p, cores = e.profiled, e.usable_cores
+    busy = e.made_s / (e.num_workers * e.total_s) if e.num_workers else 0.0
+    if e.autotune or e.is_full or (e.made_s and busy < _BUSY):
+        return None
+    waits = p is not None and 0 < p.cpu_s < (e.made_s - p.delay_s) / 2
+    most = _MOST_PER_CORE * cores if waits else cores
+    if e.num_workers >= most:
+        return None
+    needed = e.num_workers + 1
+    if p is not None:
+        own_s = max(p.step_s + p.sampler_s + p.next_s, 1e-9)
+        needed = min(most, max(needed, math.ceil(e.made_s / own_s)))
+    why = (
+        "they wait for a disk, a network or a lock most of the time" if waits else f"there are {cores} cores"
+    )
+    return Verdict(
+        Cause.TOO_FEW,
+        f"The workers are the bottleneck: {e.waited}, and there are too few: {e.num_workers} busy worker(s), "
+        f"and {why}; num_workers={needed} would help.",
+    )
+
+
+def _work(e: Evidence) -> Verdict:
+    p = e.profiled
+    the = f"The workers are the bottleneck: {e.waited}"
+    if e.autotune:
+        chosen = f"num_workers='auto' chose {e.num_workers} ({e.autotune})"
+        return Verdict(Cause.WORKERS, f"{the}; {chosen}, so only quicker samples would help.")
+    if p is None:
+        more = "" if e.usable_cores else "more workers or "
+        return Verdict(
+            Cause.WORKERS,
+            f"{the}; {more}quicker samples would help. loader.profile() says what takes the workers' time.",
+        )
+    if e.made_s < _BUSY * e.num_workers * e.total_s and e.num_workers > 1:
+        return Verdict(
+            Cause.UNEVEN,
+            f"{the}, although workers were busy for {e.made_s / e.num_workers / e.total_s:.0%} of the time: "
+            'batches take different times. dispatch="dynamic" or a larger prefetch_factor evens that out.',
+        )
+    if p.collate_s > p.fetch_s:
+        return Verdict(
+            Cause.COLLATE,
+            f"{the}, and collate_fn takes {share_of(p.collate_s, e.made_s)} of a worker's time; let it make "
+            "fewer and larger calls, or leave it to default_collate.",
+        )
+    return Verdict(
+        Cause.FETCH,
+        f"{the}, and fetching samples takes {share_of(p.fetch_s, e.made_s)} of a worker's time; quicker "
+        "samples (dataset[i]) would help.",
+    )
+
+
+_RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
+    _too_little,
+    _no_workers,
+    _main_process,
+    _starts,
+    _lack_of_cores,
+    _one_slow,
+    _writing,
+    _number_of_workers,
+    _work,
+)
+
+
+def share_of(part_s: float, total_s: float) -> str:
+    """A part of a time, in words: ``31.2 s of 40.0 s (78%)``."""
+    return f"{time_of(part_s)} of {time_of(total_s)} ({part_s / max(total_s, 1e-9):.0%})"
+
+
+def time_of(seconds: float) -> str:
+    """A time with three digits or so and its unit."""
+    if not seconds or seconds >= 0.9995:
+        return f"{seconds:,.1f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"

@@ -1,0 +1,132 @@
+"""Looking at datasets inside the program: names, sizes, and what is left alone. In this process."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+import shmloader
+from shmloader.monitor.inside import Report, listen
+
+FORK = multiprocessing.get_context("fork")
+
+
+def rows(count: int = 20_000) -> list[dict[str, Any]]:
+    return [{"path": f"folder/image-{number}.jpeg", "label": number + 1000} for number in range(count)]
+
+
+class Samples(torch.utils.data.Dataset[int]):
+    def __init__(self, samples: Any, **more: Any) -> None:
+        self.samples = samples
+        vars(self).update(more)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.fixture
+def reports() -> Iterator[list[Report]]:
+    found: list[Report] = []
+    stop = listen(found.append)
+    yield found
+    stop()
+
+
+def loader_of(dataset: Any, method: str = "fork", **arguments: Any) -> Any:
+    return TorchLoader(dataset, num_workers=1, multiprocessing_context=method, **arguments)
+
+
+def test_a_local_variable_is_the_name(reports: list[Report]) -> None:
+    train = Samples(rows())
+    list(loader_of(train))
+    assert reports[0].owner == "train.samples"
+
+
+def test_an_attribute_of_self_is_the_name(reports: list[Report]) -> None:
+    class Module:
+        def __init__(self) -> None:
+            self.validation = Samples(rows())
+
+        def epoch(self) -> None:
+            list(loader_of(self.validation))
+
+    Module().epoch()
+    assert reports[0].owner == "self.validation.samples"
+
+
+def test_without_a_name_it_is_the_loaders_dataset(reports: list[Report]) -> None:
+    batches = loader_of(Samples(rows()))
+    list(batches)
+    assert reports[0].owner == "batches.dataset.samples"
+
+
+def test_a_plain_list_is_its_own_owner(reports: list[Report]) -> None:
+    data = rows()
+    list(loader_of(data, sampler=range(4), collate_fn=len))
+    assert reports[0].owner == "data"
+
+
+def test_variables_of_the_program_die_as_ever(reports: list[Report]) -> None:
+    train, kept = Samples(rows()), Samples([])
+    list(loader_of(train))
+    died = weakref.ref(kept)
+    del kept
+    assert died() is None  # a snapshot of the variables would hold it until this function returns
+    assert reports
+
+
+def test_a_store_is_no_owner(reports: list[Report]) -> None:
+    train = Samples(shmloader.share(rows()))
+    list(loader_of(train))
+    assert reports[0].nbytes < 100_000
+
+
+def test_spawned_workers_copy_arrays_and_no_tensors(reports: list[Report]) -> None:
+    train = Samples(None, boxes=np.zeros(1 << 20), images=torch.zeros(1 << 22))
+    list(loader_of(train, "spawn"))
+    assert [report.owner for report in reports] == ["train.boxes", "train.boxes"]
+    assert reports[0].nbytes == pytest.approx(8 << 20, rel=0.01)
+    assert [len(report.workers) for report in reports] == [0, 1]  # before they are sent it, and after
+
+
+def test_forked_workers_copy_no_arrays(reports: list[Report]) -> None:
+    train = Samples(rows(), boxes=np.zeros(1 << 22))
+    list(loader_of(train))
+    assert reports[0].owner == "train.samples"
+
+
+def test_a_dataset_that_cannot_be_looked_at_is_said(
+    reports: list[Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr("shmloader.monitor.inside.Graph", fail)
+    assert len(list(loader_of(Samples(rows())))) == 4
+    assert reports[0].error == "RecursionError('too deep')"
+
+
+def test_threads_are_no_processes_that_copy(reports: list[Report]) -> None:
+    list(shmloader.DataLoader(Samples(rows()), num_workers=1, worker_type="thread"))  # type: ignore[arg-type]
+    assert (reports[0].start_method, reports[0].workers) == ("", ())
+
+
+def test_after_stop_nothing_is_reported() -> None:
+    before = vars(TorchLoader)["__iter__"]
+    found: list[Report] = []
+    listen(found.append)()
+    assert vars(TorchLoader)["__iter__"] is before
+    list(TorchLoader(Samples(rows())))
+    assert found == []
+    gc.collect()

@@ -1,0 +1,267 @@
+"""Readings of real processes, and what is made of readings: growth, time to the limit, findings, text."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+
+import shmloader
+from shmloader.memory.limits import Headroom, memory_headroom
+from shmloader.memory.process_memory import read_memory
+from shmloader.monitor import Monitor, ProcessMemory, Reading
+from shmloader.monitor.findings import find
+from shmloader.monitor.inside import Report
+from shmloader.monitor.processes import ProcessTree, shared_nbytes
+from shmloader.monitor.testing import check_growth
+from shmloader.monitor.view import render
+
+pytestmark = pytest.mark.skipif("Pss" not in read_memory(os.getpid()), reason="there is no smaps_rollup")
+
+MB = 1_000_000
+HOLDS = "import sys; data = bytearray(b'x') * 60_000_000; print('ready', flush=True); sys.stdin.read()"
+ORPHANS = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdin=0, stdout=1)\n"
+    "sys.stdin.readline()\n"
+)
+
+
+def test_a_grandchild_is_followed_after_its_parent_has_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHANS, HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        tree = ProcessTree([parent.pid])
+        one, other = tree.read()
+        assert (one.pid, one.depth, other.parent, other.depth) == (parent.pid, 0, parent.pid, 1)
+        assert 60 * MB <= other.private_nbytes < 80 * MB
+        assert one.private_nbytes < 40 * MB
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        parent.wait()
+        (orphan,) = tree.read()
+        assert (orphan.pid, orphan.depth) == (other.pid, 0)
+        parent.stdin.close()
+        end_s = time.monotonic() + 20
+        while tree.read() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert tree.read() == []
+
+
+def test_shared_memory_is_counted_once_and_by_owner() -> None:
+    before = shared_nbytes([os.getpid()])
+    tensor = torch.zeros(5 * MB, dtype=torch.uint8).share_memory_()
+    store = shmloader.share([{"text": f"{number:01000d}"} for number in range(3000)])
+    fork = multiprocessing.get_context("fork")
+    wait, ready = fork.Event(), fork.Event()
+
+    def hold() -> None:
+        ready.set()
+        wait.wait()
+
+    child: Any = fork.Process(target=hold)
+    child.start()
+    try:
+        ready.wait()
+        found = shared_nbytes([os.getpid(), child.pid])
+    finally:
+        wait.set()
+        child.join()
+    more = {owner: nbytes - before.get(owner, 0) for owner, nbytes in found.items()}
+    assert 5 * MB <= more["torch's tensors"] < 5.1 * MB
+    assert 3 * MB <= more["stores"] < 3 * MB + (4 << 20)
+    assert len(store) == 3000
+    assert tensor.is_shared()
+
+
+def test_slots_are_counted() -> None:
+    batches = iter(
+        shmloader.DataLoader(
+            list(torch.zeros(8, MB)), batch_size=2, num_workers=1, multiprocessing_context="fork"
+        )
+    )
+    next(batches)
+    assert shared_nbytes([os.getpid()])["slots"] >= 8 * MB
+
+
+def process(private: int, pid: int = 7, parent: int = 1, name: str = "python train.py") -> ProcessMemory:
+    return ProcessMemory(pid, parent, int(parent > 1), name, private, 3 * MB, private + MB)
+
+
+ROOM = Headroom(600 * MB, 1000 * MB, "the memory cgroup /sys/fs/cgroup/job")
+
+
+def grown(*private: int, every_s: float = 10.0) -> tuple[Monitor, Reading]:
+    """A monitor of made-up readings of one worker beside a process that does not grow."""
+    monitor = Monitor(os.getpid())
+    for number, nbytes in enumerate(private):
+        both = (process(50 * MB), process(nbytes, pid=8, parent=7))
+        monitor.add(Reading(number * every_s, both, {"slots": 4 * MB}, ROOM))
+    return monitor, monitor.readings[-1]
+
+
+def test_growth_is_that_of_the_last_minute() -> None:
+    monitor, last = grown(10 * MB, *[20 * MB] * 10, 40 * MB)
+    growth = monitor.growths(last)[8]
+    assert (growth.nbytes, growth.nbytes_per_min) == (30 * MB, 20 * MB)
+    assert monitor.growths(last)[7].nbytes == 0
+
+
+def test_the_time_to_the_limit_is_what_is_left_by_the_growth_of_all() -> None:
+    monitor, last = grown(10 * MB, 20 * MB, 30 * MB)
+    assert monitor.time_to_limit_s(last) == pytest.approx(600)
+    monitor, last = grown(10 * MB, 10 * MB)
+    assert monitor.time_to_limit_s(last) is None
+
+
+def test_the_interval_grows_with_the_cost_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = Monitor(os.getpid(), every_s=0.5)
+    monitor.read()
+    assert monitor.wait_s >= 0.5
+    assert monitor.cost_s <= 0.015 * monitor.wait_s * 1.001 or monitor.wait_s == 0.5
+    times = iter([0.0, 0.3])
+    monkeypatch.setattr("shmloader.monitor.monitor.time.thread_time", lambda: next(times))
+    monitor.read()
+    assert monitor.wait_s == pytest.approx(20)
+
+
+REPORT = Report(7, 1, "train", "fork", (8,), "train.samples", 614 * MB, is_shareable=True)
+
+
+def texts(report: Report, *private: int, looks_inside: bool = True) -> list[str]:
+    monitor, last = grown(*private)
+    return [one.text for one in find([report], monitor.growths(last), looks_inside=looks_inside)]
+
+
+def test_growth_is_told_with_cause_and_cure() -> None:
+    (text,) = texts(REPORT, 10 * MB, 50 * MB, 90 * MB)
+    assert text == (
+        "the worker's private memory grows by 240 MB/min towards the 614 MB of `train.samples` (90 MB so "
+        "far): a forked worker copies the objects that it reads. Cure: train.samples = "
+        "shmloader.share(train.samples)"
+    )
+
+
+def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
+    small = Report(7, 1, "train", "fork", (8,), "train.samples", 10 * MB, is_shareable=True)
+    (text,) = texts(small, 10 * MB, 50 * MB, 90 * MB)
+    assert "The cause cannot be told: `train.samples`, the largest in train, has only 10 MB" in text
+    assert "Cure" not in text
+
+
+def test_small_growth_is_no_finding() -> None:
+    assert texts(REPORT, 10 * MB, 20 * MB) == []
+
+
+def test_what_spawned_workers_rebuild_is_told_before_they_run() -> None:
+    spawned = Report(7, 1, "train", "spawn", (), "train.samples", 614 * MB, is_shareable=False)
+    (text,) = texts(spawned, 10 * MB)
+    assert (
+        "each worker of train is sent, and rebuilds, the 614 MB of `train.samples`: spawn shares no" in text
+    )
+    assert "shmloader.share() does not take `train.samples`" in text
+
+
+@pytest.mark.parametrize(("looks_inside", "why"), [(True, "no loader"), (False, "from outside")])
+def test_growth_that_nobody_reported_is_told_after_a_minute(looks_inside: bool, why: str) -> None:
+    other = Report(9, 1, "train")
+    growing = [40 * MB * number for number in range(8)]
+    assert texts(other, *growing[:3], looks_inside=looks_inside) == []
+    (text,) = texts(other, *growing, looks_inside=looks_inside)
+    assert text.startswith("process 8 (python train.py) grows by 240 MB/min: ")
+    assert why in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_text_fits_in_any_width(width: int) -> None:
+    monitor, last = grown(10 * MB, 50 * MB, 90 * MB)
+    lines = render(monitor, last, width).splitlines()
+    assert max(map(len, lines)) <= width
+    columns = lines[0].split()
+    assert columns[:3] == ["MB", "private", "MB/min"]
+    assert ("grown" in columns) == (width > 40)
+    assert "together:" in "\n".join(lines)
+    assert "\x1b" not in "\n".join(lines)
+    assert [line.split()[-1 - (len(columns) - 2)] for line in lines[1:3]] == ["50", "90"]
+
+
+def test_more_processes_than_lines_are_counted() -> None:
+    monitor, last = grown(10 * MB, 20 * MB)
+    assert "and 1 more" in render(monitor, last, 80, most_rows=1)
+
+
+def test_the_headroom_of_another_process_is_that_of_its_cgroup() -> None:
+    own, other = memory_headroom(), memory_headroom(os.getppid())
+    assert (other.limit_nbytes, other.source) == (own.limit_nbytes, own.source)
+    assert memory_headroom(1).limit_nbytes > 0
+
+
+class Samples(torch.utils.data.Dataset[int]):
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.samples[index]["label"])
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"path": f"folder/image-{number}.jpeg", "label": number + 1000} for number in range(count)]
+
+
+def test_a_program_that_follows_itself_is_told_the_cause() -> None:
+    train = Samples(rows(200_000))
+    loader = TorchLoader(
+        train, 256, shuffle=True, num_workers=1, multiprocessing_context="fork", persistent_workers=True
+    )
+    with Monitor(every_s=0.2) as monitor:
+        end_s = time.monotonic() + 60
+        while not monitor.findings() and time.monotonic() < end_s:
+            for _ in loader:
+                pass
+    (finding,) = monitor.findings()
+    assert "Cure: train.samples = shmloader.share(train.samples)" in finding.text
+    assert "worker 0 of train" in monitor.names().values()
+
+
+def test_a_dataset_of_python_objects_exceeds_a_bound_and_a_store_does_not() -> None:
+    data = rows(100_000)
+    train = Samples(data)
+    with pytest.raises(
+        AssertionError, match=r"`train\.samples`, with \d+ MB\. Cure: train\.samples = shmloader"
+    ):
+        check_growth(train, 10 * MB)
+    shared = Samples(shmloader.share(data))
+    check_growth(shared, 10 * MB)
+
+
+def test_the_fixture_is_the_function(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("pytest_plugins = ['shmloader.monitor.testing']", encoding="utf-8")
+    code = "def test_it(check_growth):\n    check_growth([1, 2, 3, 4], 50_000_000, num_workers=1)\n"
+    (tmp_path / "test_it.py").write_text(code, encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "1 passed" in done.stdout, done.stdout
+
+
+def test_loading_never_imports_the_monitor() -> None:
+    code = (
+        "import sys, shmloader\n"
+        "list(shmloader.DataLoader(list(range(8)), num_workers=1, multiprocessing_context='fork'))\n"
+        "print([name for name in sys.modules if name.startswith('shmloader.monitor')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
