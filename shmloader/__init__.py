@@ -5,6 +5,8 @@
 Importing it starts no thread and no process and takes no shared memory.
 """
 
+import os
+
 from shmloader.errors import (
     BadSampleWarning,
     LoaderClosed,
@@ -34,6 +36,11 @@ from shmloader.store import open_store as open  # noqa: A004, F401 - used as shm
 from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.worker.collate import collate_packed, empty
+
+if os.environ.get("SHMLOADER_PROFILE"):
+    from shmloader.profiling.program import begin as _begin
+
+    _begin()
 
 __version__ = "0.1.0"
 

@@ -30,10 +30,7 @@ GENERATOR_IS_LOADED = ContextVar("GENERATOR_IS_LOADED", default=False)
 """Whether a state of the program's own has set torch's global generator, since this was reset."""
 
 RANKS_SHARE: set[type] = {DistributedSampler}
-"""Samplers and datasets that draw an order from a seed, or divide one that all ranks have.
-
-The state of one rank holds for all. The integrations add those of frameworks.
-"""
+"""Samplers and datasets that divide an order that all ranks have; `frameworks` adds those of frameworks."""
 
 
 def attribute_of(one: Any, name: str) -> Any:
@@ -135,10 +132,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 
 def generator_of(index_sampler: Any) -> torch.Generator | None:
-    """The generator that a sampler draws its order from: its ``generator``, or torch's global one.
-
-    None if it draws from no generator, or has a state of its own.
-    """
+    """The generator that a sampler draws its order from; None if it draws from none, or has its own state."""
     inner = sampler_of_indices(index_sampler)
     if type(inner) in (*_WITHOUT_DRAWS, MixtureSampler) or sampler_with_state(index_sampler) is not None:
         return None
@@ -149,17 +143,10 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
 
 
 class GeneratorStates(NamedTuple):
-    """States of the generators before a sampler draws an epoch's order; None for no generator.
+    """States of the generators before a sampler draws an order; compact if an earlier program drew it."""
 
-    They are compact where an earlier program drew the order.
-
-    Attributes:
-        sampler: Of the generator that the sampler draws from.
-        loader: Of the loader's generator, if that is another one.
-    """
-
-    sampler: torch.Tensor | str | None
-    loader: torch.Tensor | str | None
+    sampler: torch.Tensor | str | None  # of the generator that the sampler draws from, if any
+    loader: torch.Tensor | str | None  # of the loader's generator, if that is another one
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:

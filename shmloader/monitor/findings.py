@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from shmloader.monitor.inside import Report
 from shmloader.monitor.processes import ProcessMemory
 
-LEAST_NBYTES = 16_000_000
-"""Growth of a worker's private memory about which something is said."""
+LEAST_NBYTES = 32_000_000
+"""Private memory of a forked worker about which something is said; batches and torch take less."""
 
+_MOST_OF_OWNER = 1.5  # times the bytes of what is called the cause; the measured size is of whole pages
 _LEAST_OF_OTHERS = 32_000_000  # of a process that is no loader's worker, in the last minute
 _LEAST_S_OF_OTHERS = 50.0
-_LEAST_OWNED = 0.25  # of what has grown, by what is called its cause
 _LEAST_RATE = 1_000_000  # bytes per minute; less is not called growth
 
 
@@ -76,20 +76,17 @@ def find(
 
 
 def _forked(report: Report, workers: Sequence[Growth]) -> Finding | None:
-    """On forked workers, which copy objects by reading them."""
-    most = max((growth.nbytes for growth in workers), default=0)
+    """On forked workers, which copy objects by reading them. At their start they have no private memory."""
+    most = max((growth.process.private_nbytes for growth in workers), default=0)
     if most < LEAST_NBYTES:
         return None
     rate = max(growth.nbytes_per_min for growth in workers)
     each = f"each of {len(workers)} workers'" if len(workers) > 1 else "the worker's"
-    grows = f"grows by {megabytes(rate)}/min" if rate >= _LEAST_RATE else f"has grown by {megabytes(most)}"
+    grows = f"grows by {megabytes(rate)}/min" if rate >= _LEAST_RATE else "has grown"
     said = f"{each} private memory {grows}"
-    if report.error or report.nbytes < _LEAST_OWNED * most:
-        looked = (
-            report.error
-            or f"`{report.owner}`, the largest in {report.dataset}, has {megabytes(report.nbytes)}"
-        )
-        said += f" ({megabytes(most)} so far). The cause cannot be told: {looked}"
+    if report.error or most > _MOST_OF_OWNER * report.nbytes + LEAST_NBYTES:
+        holds = f"`{report.owner}`, the largest in {report.dataset}, has only {megabytes(report.nbytes)}"
+        said += f" ({megabytes(most)} so far). The cause cannot be told: {report.error or holds}"
     else:
         said += (
             f" towards the {megabytes(report.nbytes)} of `{report.owner}` ({megabytes(most)} so far): a "

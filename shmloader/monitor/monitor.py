@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -74,6 +75,8 @@ class Monitor:
         self._first: dict[int, ProcessMemory] = {}
         self._began_s = time.monotonic()
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shmloader-monitor", daemon=True)
+        self._stop_listening: Callable[[], None] = lambda: None
         self.readings: list[Reading] = []
         self.last = self.peak = Reading(0.0, (), {}, memory_headroom())
         self.cost_s = 0.0
@@ -100,8 +103,7 @@ class Monitor:
 
     def add(self, reading: Reading) -> None:
         """Take up a reading, which may come from elsewhere."""
-        for process in reading.processes:
-            self._first.setdefault(process.pid, process)
+        self._first = {process.pid: self._first.get(process.pid, process) for process in reading.processes}
         if len(self.readings) >= _MOST_READINGS:
             self.readings = self.readings[::2]
         self.readings.append(reading)
@@ -153,8 +155,8 @@ class Monitor:
 
     def __enter__(self) -> Self:
         """Begin to read in a thread."""
-        self._stop_listening = listen(self._note) if self._is_own else lambda: None
-        self._thread = threading.Thread(target=self._run, name="shmloader-monitor", daemon=True)
+        if self._is_own:
+            self._stop_listening = listen(self._note)
         self._thread.start()
         return self
 

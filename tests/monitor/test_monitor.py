@@ -147,7 +147,7 @@ def texts(report: Report, *private: int, looks_inside: bool = True) -> list[str]
 def test_growth_is_told_with_cause_and_cure() -> None:
     (text,) = texts(REPORT, 10 * MB, 50 * MB, 90 * MB)
     assert text == (
-        "the worker's private memory grows by 240 MB/min towards the 614 MB of `train.samples` (80 MB so "
+        "the worker's private memory grows by 240 MB/min towards the 614 MB of `train.samples` (90 MB so "
         "far): a forked worker copies the objects that it reads. Cure: train.samples = "
         "shmloader.share(train.samples)"
     )
@@ -156,7 +156,7 @@ def test_growth_is_told_with_cause_and_cure() -> None:
 def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
     small = Report(7, 1, "train", "fork", (8,), "train.samples", 10 * MB, is_shareable=True)
     (text,) = texts(small, 10 * MB, 50 * MB, 90 * MB)
-    assert "The cause cannot be told: `train.samples`, the largest in train, has 10 MB" in text
+    assert "The cause cannot be told: `train.samples`, the largest in train, has only 10 MB" in text
     assert "Cure" not in text
 
 
