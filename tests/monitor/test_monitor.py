@@ -155,7 +155,9 @@ def test_growth_is_told_with_cause_and_cure() -> None:
 
 def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
     small = Report(7, 1, "train", "fork", (8,), "train.samples", 10 * MB, is_shareable=True)
-    (text,) = texts(small, 10 * MB, 50 * MB, 90 * MB)
+    growing = [40 * MB * number for number in range(8)]
+    assert texts(small, *growing[:3]) == []  # as when a worker's first batches are made
+    (text,) = texts(small, *growing)
     assert "The cause cannot be told: `train.samples`, the largest in train, has only 10 MB" in text
     assert "Cure" not in text
 
