@@ -5,6 +5,8 @@
 Importing it starts no thread and no process and takes no shared memory.
 """
 
+import os
+
 from shmloader.errors import (
     BadSampleWarning,
     LoaderClosed,
@@ -21,16 +23,24 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.frameworks import install, uninstall
+from shmloader.indices.mixture import Mixture
+from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
 from shmloader.loading import set_epoch
+from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.worker.collate import collate_packed, empty
+
+if os.environ.get("SHMLOADER_PROFILE"):
+    from shmloader.profiling.program import begin as _begin
+
+    _begin()
 
 __version__ = "0.1.0"
 
@@ -42,6 +52,8 @@ __all__ = [
     "LoaderClosed",
     "LoaderError",
     "LoaderStatistics",
+    "Mixture",
+    "MixtureSampler",
     "NoGoodSample",
     "NotSharedWarning",
     "ResumeError",
@@ -61,6 +73,7 @@ __all__ = [
     "set_epoch",
     "share",
     "share_on_host",
+    "skip_batches",
     "uninstall",
     "unshare",
     "why_per_sample",

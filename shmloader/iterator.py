@@ -270,7 +270,7 @@ class SlotIterator(torch_private.OwnOrder):
             if batch is not LEFT_OUT:
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
-                self._counters.last_next_ns = time.perf_counter_ns()
+                self._counters.note_return()
                 if recorder is not None:
                     recorder.end_next(self._counters.wait_for_workers_ns, table.kept)
                 return batch
@@ -331,7 +331,7 @@ class SlotIterator(torch_private.OwnOrder):
                 told, report = batch, batch.stream
                 batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
                 if told.error:
-                    self._counters.failures += 1
+                    self._counters.add(failures=1)
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
                     self._pass_over(position, worker_id, report)
@@ -344,7 +344,6 @@ class SlotIterator(torch_private.OwnOrder):
                 self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
-        self._counters.batches += 1
         if self._stream is None:
             self._progress.take(position)
         else:

@@ -214,6 +214,15 @@ class Loading:
         loader = self.loader()
         return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
 
+    def batch(self, epoch: int, number: int) -> Any:
+        """A batch by its number; see `DataLoader.batch`."""
+        from shmloader.one_batch import batch_of
+
+        loader = self.loader()
+        loaded = _loaded_state(loader)
+        seeds = self.states.seeds_of(epoch, loaded)
+        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.set_epoch, loaded)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         loader = self.loader()

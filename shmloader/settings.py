@@ -77,12 +77,6 @@ class Settings:
 
     They are read anew for each pass, as frameworks set some attributes late, and options of torch's class
     come and go with ``install()``.
-
-    Attributes:
-        num_workers: Worker processes or threads now.
-        prefetch_factor: Batches in advance per worker; 0 without workers.
-        dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
-        device: As given; `target` is the accelerator.
     """
 
     dataset: Any
@@ -91,15 +85,15 @@ class Settings:
     batch_size: Any
     drop_last: bool
     collate_fn: Any
-    num_workers: int
-    prefetch_factor: int
+    num_workers: int  # now
+    prefetch_factor: int  # now; 0 without workers
     in_order: bool
     persistent_workers: bool
     timeout: float
     worker_init_fn: Any
     multiprocessing_context: Any
     generator: torch.Generator | None
-    device: torch.device | None
+    device: torch.device | None  # as given; `target` is the accelerator
     # Options that torch's loader lacks, with the values that turn them off:
     memory_budget_nbytes: int | None = None
     worker_restarts: int = 0

@@ -21,6 +21,8 @@ COMMANDS = {
     "demo": "train a small language model with torch's loader and this one, side by side",
     "doctor": "say whether loading works on this host, what to change, and what to configure",
     "memory": "show who in a training program has how much memory, how it grows, and why",
+    "profile": "measure where the time of a program's loaders goes, and say what holds them up",
+    "top": "show the figures of a program that runs under `profile`, live",
     "bench": "compare loaders with each other and with the limit of this machine (in a checkout)",
 }
 """Commands with a summary each. Command ``NAME`` is the module ``shmloader.cli.NAME``."""

@@ -9,19 +9,18 @@ import json
 import os
 import select
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import psutil
 
+from shmloader.cli.programs import exit_status, forwarded_signals, start_program
 from shmloader.memory.process_memory import read_memory
 from shmloader.monitor import Monitor, start
 from shmloader.monitor.inside import REPORTS
@@ -39,9 +38,6 @@ The program's output, signals and exit status stay its own; what this command sa
 error. Ctrl-C ends both. docs/memory.md explains the figures.
 """
 _TABLE_EVERY_S = 60.0  # where the table is not live
-_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # which it sends to both
-_FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
 
 
 def main(words: Sequence[str]) -> int:
@@ -100,48 +96,19 @@ def _launch(arguments: argparse.Namespace) -> int:
         reports.touch()
         paths = [str(Path(start.__path__[0])), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), REPORTS: str(reports)}
-        try:
-            program = subprocess.Popen(arguments.command, env=environment)
-        except OSError as error:
-            print(f"error: {arguments.command[0]}: {error.strerror}", file=sys.stderr)
-            return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
-        with _forwarded_signals(program):
+        program = start_program(arguments.command, environment)
+        if isinstance(program, int):
+            return program
+        with forwarded_signals(program):
             monitor = Monitor(program.pid, every_s=arguments.every, reports=reports)
             end = os.pidfd_open(program.pid)
             try:
                 _follow(monitor, [end], arguments, is_terminal_free=not sys.stdout.isatty())
             finally:
                 os.close(end)
-            status = program.wait()
+            status = exit_status(program)
             _finish(monitor, arguments)
-    return status if status >= 0 else 128 - status
-
-
-@contextlib.contextmanager
-def _forwarded_signals(program: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Send the program the signals that this process gets, except those that the terminal sends to both."""
-
-    def forward(number: int, _: FrameType | None) -> None:
-        if not (number in _FROM_TERMINAL and _is_in_foreground()):
-            program.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _is_in_foreground() -> bool:
-    try:
-        fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(fd) == os.getpgrp()
-    finally:
-        os.close(fd)
+    return status
 
 
 def _follow(

@@ -1,8 +1,7 @@
 """accelerate under ``install()``: the loaders that it builds from others keep their options.
 
-`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict in
-that module names. The loader's own options are added to the dict, and the class is replaced, in that module
-only.
+`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict
+names. The loader's own options are added to the dict, and the class is replaced, in that module only.
 """
 
 from __future__ import annotations
@@ -133,10 +132,7 @@ def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
 
 
 def _fetch(fetch: Any, adapter: Any, iterator: Any) -> Any:
-    """Read the batches that all ranks get next; the state is that before the first of them.
-
-    accelerate takes the state before the last one, and corrects only torchdata's.
-    """
+    """Read the batches that all ranks get next; the state is that before the first, not before the last."""
     adapter._update_state_dict()  # noqa: SLF001
     vars(adapter)[_UPDATE] = lambda: None
     try:

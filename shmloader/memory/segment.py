@@ -30,6 +30,12 @@ class Descriptor:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
+    def close(self) -> None:
+        """Close it in this process, once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _received_descriptor, (reduction.DupFd(self.fd),)
 
@@ -94,9 +100,7 @@ class Segment:
 
     def close(self) -> None:
         """Drop this object's hold on all slots; mapped extents live on while they are used."""
-        if self._descriptor.fd >= 0:
-            os.close(self._descriptor.fd)
-            self._descriptor.fd = -1
+        self._descriptor.close()
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return Segment, (self._descriptor,)

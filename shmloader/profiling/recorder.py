@@ -17,6 +17,7 @@ MOST_BATCHES = 10_000
 
 _MOST_SLOW = 5  # samples that are named
 _NAMED_S = 0.001  # a quicker sample is none of them
+_TELLING = 50  # times as long as a call of `tell` took passes until the next one
 _OUTLIER = 8.0  # times as long as the others of its batch: such a sample holds its batch up
 
 
@@ -99,9 +100,10 @@ class BatchRecorder:
             Returned(began_ns, step_ns / 1e9, wait_ns / 1e9, sampler_ns / 1e9, next_ns / 1e9, held)
         )
         if self._tell is not None and now_ns - self._told_ns >= self._every_ns:
-            self._told_ns = now_ns
             self._tell()
-            now_ns = time.perf_counter_ns()
+            self._told_ns = time.perf_counter_ns()
+            self._every_ns = max(self._every_ns, (self._told_ns - now_ns) * _TELLING)
+            now_ns = self._told_ns
         self._ended_ns = now_ns
 
     def note_times(self, worker_id: int, times: BatchTimes, payload: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ MAIN = {"wait": "waiting for a batch", "sampler": "sampler", "next": "next() its
 WORKERS = {"fetch": "fetch", "collate": "collate", "write": "write", "idle": "waiting for a slot"}
 """Parts of the time of the main process and of the workers, with their names in the table."""
 
+_MOST_DRAWN = 300  # batches in a picture: more would be thinner than a pixel
 _LEAST_OF_WORKER = 5  # batches, for a worker to be compared with the others
 
 
@@ -122,16 +123,22 @@ class ProfileReport:
 
     def save_trace(self, path: str | PathLike[str]) -> None:
         """Write the batches as Chrome trace events (JSON), for Perfetto or ``chrome://tracing``."""
-        Path(path).write_text(json.dumps({"traceEvents": list(self._events())}), encoding="utf-8")
+        write_trace(path, list(self.spans()))
 
     def save_picture(self, path: str | PathLike[str]) -> None:
-        """Draw the batches over time, a row for the main process and one for each worker (needs matplotlib).
+        """Draw the last 300 batches over time, a row for the main process and one for each worker.
 
-        The form (PNG, SVG, PDF) is that of the name's ending.
+        The form (PNG, SVG, PDF) is that of the name's ending. It needs matplotlib (``shmloader[plots]``).
         """
         from shmloader.profiling.picture import draw
 
-        draw(path, self)
+        draw(path, self.verdict.text, self.last_spans())
+
+    def last_spans(self) -> list[tuple[str, str, float, float]]:
+        """The `spans` of the last 300 batches."""
+        last = self.returned[-_MOST_DRAWN:]
+        begin_s = last[0].began_ns / 1e9 - last[0].step_s if last else 0.0
+        return [span for span in self.spans() if span[2] >= begin_s]
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """What was done when: who, the part of the time, when it began, and for how long, in seconds."""
@@ -148,20 +155,25 @@ class ProfileReport:
                 yield f"worker {made.worker_id}", name, at_s, spent_s
                 at_s += spent_s
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        rows: dict[str, int] = {}
-        for who, name, at_s, spent_s in self.spans():
-            if who not in rows:
-                rows[who] = len(rows)
-                yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": rows[who], "args": {"name": who}}
-            times = {"ts": at_s * 1e6, "dur": spent_s * 1e6}
-            yield {"name": name, "ph": "X", "pid": 0, "tid": rows[who], **times}
-
     def __str__(self) -> str:
         return render(self.as_dict())
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def write_trace(path: str | PathLike[str], spans: Iterable[Sequence[Any]]) -> None:
+    """Write spans of time as Chrome trace events."""
+    rows: dict[str, int] = {}
+    events: list[dict[str, Any]] = []
+    for who, name, at_s, spent_s in spans:
+        row = rows.setdefault(who, len(rows))
+        events.append({"name": name, "ph": "X", "pid": 0, "tid": row, "ts": at_s * 1e6, "dur": spent_s * 1e6})
+    events += [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": row, "args": {"name": who}}
+        for who, row in rows.items()
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
 def render(figures: dict[str, Any]) -> str:

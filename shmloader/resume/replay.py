@@ -22,16 +22,9 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shmloader.errors import ResumeError
+from shmloader.indices import samplers
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.compact_states import set_to
-from shmloader.indices.samplers import (
-    draws_one_seed,
-    generator_of,
-    load_own_state,
-    sampler_of_indices,
-    sampler_with_state,
-    sharded_sampler,
-)
 from shmloader.indices.tracked_batches import ADVICE, TrackedBatches, pass_over_end, track
 from shmloader.resume.compatibility import State
 from shmloader.resume.user_states import unpack_user_state
@@ -45,11 +38,11 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
     Raises:
         ResumeError: If the sampler does not come to the same place.
     """
-    if sampler_with_state(index_sampler) is not None:
+    if samplers.sampler_with_state(index_sampler) is not None:
         return batches_by_own_state(index_sampler, loaded, generator)
     source = _with_generator(index_sampler, loaded)
-    if (sharded := sharded_sampler(index_sampler)) is not None:
-        sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+    if (sharded := samplers.sharded_sampler(index_sampler)) is not None:
+        load_place(sharded, loaded)
         return iter(source)
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
@@ -71,7 +64,7 @@ def batches_by_own_state(
     at_begin = generator.get_state()
     make_state = functools.partial(unpack_user_state, loaded["sampler_state"])
     begin = loaded["sampler_batches"]
-    load_own_state(sampler_with_state(index_sampler), make_state())
+    samplers.load_own_state(samplers.sampler_with_state(index_sampler), make_state())
     if not begin:
         # It may be the state of the last epoch's end. The sampler need not know of a base seed that was drawn
         # from the same generator since.
@@ -88,17 +81,22 @@ def batches_by_own_state(
     return TrackedBatches(index_sampler, iter(index_sampler))
 
 
+def load_place(sharded: Any, loaded: State) -> None:
+    """Set a sampler that divides a global order to its place in a state."""
+    sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+
+
 def _with_generator(index_sampler: Any, loaded: State) -> Any:
     """The sampler with its generator set back; for one that draws a seed, a copy that begins with it."""
     if not loaded["sampler_generator"]:
         return index_sampler
-    if not draws_one_seed(index_sampler):
-        set_generator(generator_of(index_sampler), loaded, "sampler_generator")
+    if not samplers.draws_one_seed(index_sampler):
+        set_generator(samplers.generator_of(index_sampler), loaded, "sampler_generator")
         return index_sampler
     seeded = copy.copy(index_sampler)
     if type(index_sampler) is BatchSampler:
         seeded.sampler = copy.copy(index_sampler.sampler)
-    generator = sampler_of_indices(seeded).generator = torch.Generator()
+    generator = samplers.sampler_of_indices(seeded).generator = torch.Generator()
     set_generator(generator, loaded, "sampler_generator")
     return seeded
 
@@ -135,4 +133,4 @@ def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded:
 
 
 def _name(index_sampler: Any) -> str:
-    return type(sampler_of_indices(index_sampler)).__name__
+    return type(samplers.sampler_of_indices(index_sampler)).__name__

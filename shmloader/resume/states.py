@@ -13,30 +13,11 @@ from typing import Any
 import torch
 
 from shmloader.errors import ResumeError, warn_once
+from shmloader.indices import samplers
 from shmloader.indices.compact_states import CompactStates, digest_of, generator_at
-from shmloader.indices.samplers import (
-    GENERATOR_IS_LOADED,
-    GeneratorStates,
-    draw_seed,
-    draws_one_seed,
-    generator_of,
-    generator_states,
-    has_place,
-    sampler_with_epoch,
-    sampler_with_state,
-    sharded_sampler,
-)
 from shmloader.indices.tracked_batches import state_of
-from shmloader.resume.compatibility import (
-    ADDED_BY_OTHERS,
-    AT_THE_BEGINNING,
-    State,
-    check_fit,
-    checksum_of,
-    described,
-    signed,
-    with_batches,
-)
+from shmloader.resume import compatibility
+from shmloader.resume.compatibility import State
 from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Follower, Progress
 from shmloader.resume.stream_progress import rules_for
@@ -46,21 +27,13 @@ from shmloader.settings import Settings
 
 @dataclass(eq=False)
 class Epoch:
-    """An epoch that an iterator has begun.
+    """An epoch that an iterator has begun."""
 
-    Attributes:
-        settings: The loader's, then.
-        progress: Its progress.
-        constant: The part of a state that stays the same in it, once one was asked for.
-        checksum: That of a state in it, if nothing but `Progress.done` changes in them; else None.
-        next: The epoch that began after it.
-    """
-
-    settings: Settings
+    settings: Settings  # the loader's, then
     progress: Progress
-    constant: State | None = None
-    checksum: int | None = None
-    next: Epoch | None = None
+    constant: State | None = None  # the part of a state that stays the same in it, once one was asked for
+    checksum: int | None = None  # of a state in it, if nothing but `Progress.done` changes in them
+    next: Epoch | None = None  # that began after it
 
     def keep_constant(self, constant: State) -> None:
         """Keep the part of a state that stays the same."""
@@ -146,7 +119,7 @@ class States:
         if type(done) is not int:
             return None
         state: State = epoch.constant.copy()  # type: ignore[union-attr]
-        state["batches"], state["checksum"] = done, with_batches(epoch.checksum, done)
+        state["batches"], state["checksum"] = done, compatibility.with_batches(epoch.checksum, done)
         return state
 
     def state(self, read: Callable[[], Settings], loaded: State | None, taken: int | None = None) -> State:
@@ -161,7 +134,7 @@ class States:
             ResumeError: If two iterators are in use at once, a sampler's own state cannot be saved, or so
                 many batches were not returned.
         """
-        if not self._asked and not (now := read()).is_iterable and has_place(now.dataset):
+        if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
         self._asked = True
@@ -189,12 +162,12 @@ class States:
         progress = epoch.progress
         state = (epoch.constant or self._constant_of(epoch)).copy()
         batches, *behind = done if isinstance(done, tuple) else (done,)
-        state["batches"], state["batches_behind"] = batches, ",".join(map(str, behind))
+        state["batches"], state["batches_behind"] = batches, compatibility.listed(behind)
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)
         if not (others or behind or self._older) and epoch.constant is not None:
-            epoch.note_counted(checksum_of(state))
-        return signed(state | others)
+            epoch.note_counted(compatibility.checksum_of(state))
+        return compatibility.signed(state | others)
 
     def _constant_of(self, epoch: Epoch) -> State:
         """The part of a state that stays the same in an epoch."""
@@ -204,8 +177,8 @@ class States:
             # Without workers, the order is drawn with the first batch.
             generators = self._own_generators(settings, before)
         else:
-            if isinstance(before.sampler, torch.Tensor) and draws_one_seed(settings.index_sampler):
-                seed = draw_seed(generator_at(before.sampler))
+            if isinstance(before.sampler, torch.Tensor) and samplers.draws_one_seed(settings.index_sampler):
+                seed = samplers.draw_seed(generator_at(before.sampler))
                 before = before._replace(sampler=torch.Generator().manual_seed(seed).get_state())
             generators = self._compact(before)
         constant = self._described(settings, progress, generators) | {
@@ -224,7 +197,9 @@ class States:
         early = None if progress is None else progress.before_next
         before = early or (None if self._pass is None else self._pass.before)
         state = self._described(settings, progress, self._own_generators(settings, before))
-        stateful = sampler_with_state(settings.index_sampler)
+        if (mixed := samplers.mixture_sampler(settings.index_sampler)) is not None:
+            state["sampler_state"] = json.dumps(mixed.state_after(0, 1))
+        stateful = samplers.sampler_with_state(settings.index_sampler)
         if epoch is not None:
             taken = epoch.progress.taken
             state["batches"], state["finished"] = taken, True
@@ -232,39 +207,60 @@ class States:
                 state |= _sampler_keys(epoch, taken)
         elif stateful is not None:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
-        return signed(state)
+        return compatibility.signed(state)
+
+    def seeds_of(self, epoch: int, loaded: State | None) -> tuple[int, int] | None:
+        """The base seed of an epoch, and its number in its iterator; None if they are not known.
+
+        They are known of the epoch in progress, or of a state that was loaded. With persistent workers they
+        are known of others, too.
+        """
+        if loaded is None and self._epoch is not None:
+            progress = self._epoch.progress
+            persistent, number = bool(self._epoch.settings.persistent_workers), progress.iterator_epoch
+            base_seed, of_sampler, told = progress.base_seed, progress.sampler_epoch, progress.set_epoch
+        elif loaded is not None and loaded["base_seed"] is not None:
+            persistent, number = loaded["persistent_workers"], loaded["iterator_epoch"]
+            base_seed, of_sampler, told = loaded["base_seed"], loaded["sampler_epoch"], loaded["set_epoch"]
+        else:
+            return None
+        known = told if of_sampler is None else of_sampler
+        if known is None or (loaded is not None and loaded["finished"]):
+            return None
+        number += epoch - known
+        return (base_seed, number) if epoch == known or (persistent and number >= 0) else None
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
         if loaded is not None or self._epoch is None or not self._epoch.progress.taken:
             return self.state(read, loaded)
         state = self._between_epochs(read(), self._epoch)
-        return signed(
+        return compatibility.signed(
             state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
         )
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
-        return described(settings) | {
+        return compatibility.described(settings) | {
             "set_epoch": self._set_epoch,
-            "sampler_epoch": getattr(sampler_with_epoch(settings.index_sampler), "epoch", None),
+            "sampler_epoch": getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None),
             "base_seed": None if progress is None else progress.base_seed,
             "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
             "persistent_workers": bool(settings.persistent_workers),
             "in_order": settings.comes_in_order,
             "sampler_generator": generators[0],
             "loader_generator": generators[1],
-            **AT_THE_BEGINNING,
+            **compatibility.AT_THE_BEGINNING,
         }
 
-    def _own_generators(self, settings: Settings, states: GeneratorStates | None) -> tuple[str, str]:
+    def _own_generators(self, settings: Settings, states: samplers.GeneratorStates | None) -> tuple[str, str]:
         """Compact states of the sampler's and the loader's generators, without torch's global one."""
         if states is None:
-            states = generator_states(settings.index_sampler, settings.generator)
-        if generator_of(settings.index_sampler) is torch.default_generator:
+            states = samplers.generator_states(settings.index_sampler, settings.generator)
+        if samplers.generator_of(settings.index_sampler) is torch.default_generator:
             states = states._replace(sampler=None)
         return self._compact(states)
 
-    def _compact(self, states: GeneratorStates) -> tuple[str, str]:
+    def _compact(self, states: samplers.GeneratorStates) -> tuple[str, str]:
         return self._of_sampler.of(states.sampler), self._of_loader.of(states.loader)
 
     # --- continuing from one
@@ -275,16 +271,16 @@ class States:
         Raises:
             ResumeError: If it does not fit the loader.
         """
-        check_fit(state, settings)
+        compatibility.check_fit(state, settings)
         if state["stream"]:
             rules_for(settings, dict(state))  # raises where it does not fit
         self._followed = None
         if state["set_epoch"] is not None:
             set_epoch(state["set_epoch"])
-        sampler = sampler_with_epoch(settings.index_sampler)
+        sampler = samplers.sampler_with_epoch(settings.index_sampler)
         if sampler is not None and state["sampler_epoch"] is not None:
             sampler.set_epoch(state["sampler_epoch"])
-        return {name: value for name, value in state.items() if name not in ADDED_BY_OTHERS}
+        return {name: value for name, value in state.items() if name not in compatibility.ADDED_BY_OTHERS}
 
     @contextlib.contextmanager
     def begin(self, settings: Settings, loaded: State | None = None) -> Iterator[Pass]:
@@ -295,14 +291,14 @@ class States:
         self._asked |= loaded is not None or settings.snapshot_every_n_steps is not None
         looks = 0 if self.begun else 2
         self._pass = one_pass = Pass(settings, loaded, self._set_epoch, lambda: self._asked, looks)
-        GENERATOR_IS_LOADED.set(False)
+        samplers.GENERATOR_IS_LOADED.set(False)
         try:
             yield one_pass
         finally:
             self._pass = None
             if one_pass.progress is not None:
                 self._go_on(one_pass, one_pass.progress)
-            if not (one_pass.keeps_draws or GENERATOR_IS_LOADED.get()):
+            if not (one_pass.keeps_draws or samplers.GENERATOR_IS_LOADED.get()):
                 torch.set_rng_state(one_pass.global_before)
 
     def _go_on(self, one_pass: Pass, progress: Progress) -> None:
@@ -364,7 +360,7 @@ def _sampler_keys(epoch: Epoch, taken: int) -> State:
     """The keys of a state about a sampler that is not torch's, after so many batches."""
     index_sampler, progress = epoch.settings.index_sampler, epoch.progress
     tracked = progress.tracked
-    sharded, stateful = sharded_sampler(index_sampler), sampler_with_state(index_sampler)
+    sharded, stateful = samplers.sharded_sampler(index_sampler), samplers.sampler_with_state(index_sampler)
     if sharded is not None:
         begun = progress.sampler_begin if epoch.next is not None else None
         state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1), begun)

@@ -96,8 +96,7 @@ class CopyWatch:
 
     def warn(self) -> None:
         """Warn if the workers have copied much; once for each loader."""
-        if self._said and not self._counters.warned_of_copies:
-            self._counters.warned_of_copies = True
+        if self._said and self._counters.warns_first("warned_of_copies"):
             warn(self._said, NotSharedWarning)
 
     def _describe(self, copied: int, num_workers: int) -> str:

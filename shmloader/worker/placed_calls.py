@@ -96,17 +96,13 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
 
 
-def _shape_of(size: tuple[Any, ...]) -> Sequence[int] | None:
+def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
     if len(size) == 1 and isinstance(size[0], (tuple, list)):
         size = tuple(size[0])
-    return size if set(map(type, size)) == {int} else None
-
-
-def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
-    shape = _shape_of(size)
-    if shape is None or device not in (None, "cpu") or type(dtype) is not torch.dtype:
+    are_sizes = set(map(type, size)) == {int}
+    if not are_sizes or device not in (None, "cpu") or type(dtype) is not torch.dtype:
         return None
-    return place(shape, dtype)
+    return place(size, dtype)
 
 
 def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
@@ -116,14 +112,15 @@ def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> t
     return _new(place, size, dtype or torch.get_default_dtype(), device)
 
 
-def _zeros(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
-    out = _new(place, size, dtype or torch.get_default_dtype(), device)
-    return None if out is None else out.zero_()
+def _filled(value: int) -> SecondWay:
+    def made(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+        out = _new(place, size, dtype or torch.get_default_dtype(), device)
+        return None if out is None else out.fill_(value)
+
+    return made
 
 
-def _ones(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
-    out = _new(place, size, dtype or torch.get_default_dtype(), device)
-    return None if out is None else out.fill_(1)
+_zeros, _ones = _filled(0), _filled(1)
 
 
 def _full(place: Place, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Any:

@@ -43,7 +43,12 @@ class ProcessWorker:
         self.place = f"pid {self.pid}"
         self.requests_fd = requests_fd  # write end of the pipe that brings it requests, non-blocking
         self.answers_fd = answers_fd  # read end of the pipe that takes its answers, non-blocking
-        self.death_fd = _open_death_fd(process)  # becomes readable when the process ends
+        # Becomes readable when the process ends. Not the sentinel where it can be helped: that is a pipe, and
+        # a process that the worker forked holds it open after the worker's death.
+        try:
+            self.death_fd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            self.death_fd = int(process.sentinel)
         self.heard = False  # whether a record came from it yet
         self.released = False  # whether it has ended and this side's descriptors are closed
         self._unsent: deque[bytes] = deque()
@@ -139,15 +144,6 @@ class ProcessWorker:
         if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
             os.close(self.death_fd)
         self.death_fd = -1
-
-
-def _open_death_fd(process: Any) -> int:
-    # Not the sentinel where it can be helped: it is a pipe, and a process that the worker forked holds
-    # it open after the worker's death.
-    try:
-        return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return int(process.sentinel)
 
 
 class ProcessWorkers(Workers):

@@ -72,13 +72,13 @@ def test_the_start_of_the_workers_is_the_bottleneck(persistent: bool) -> None:
 def test_workers_that_make_one_batch_each_are_the_bottleneck(persistent: bool, epochs: int) -> None:
     """next() waits only for first batches, and the workers take that long to make them."""
     figures = iterated(
-        Slow(0.1, 12), 0.0, epochs, num_workers=3, worker_type="thread", persistent_workers=persistent
+        Slow(0.3, 12), 0.0, epochs, num_workers=3, worker_type="thread", persistent_workers=persistent
     )
     assert figures.verdict.startswith("The workers are the bottleneck: next() waited ")
     assert figures.verdict.endswith(
         ", mostly for the first batch of an epoch; quicker samples would help, and prefetch_epochs=True may."
     )
-    assert figures.wait_for_first_batches_s >= epochs * 0.4 - 0.1
+    assert figures.wait_for_first_batches_s >= epochs * 1.2 - 0.1
     assert figures.wait_for_starts_s < figures.wait_for_first_batches_s / 2
 
 
@@ -166,7 +166,7 @@ def test_the_table_has_units_and_leaves_out_what_did_not_happen() -> None:
     verdict, *table = str(figures).splitlines()
     assert verdict == (
         "The workers are the bottleneck: next() waited 31.2 s of 40.0 s (78%); more workers or quicker "
-        "samples would help."
+        "samples would help. loader.profile() says what takes the workers' time."
     )
     assert table == [
         "batches returned                 12,345",
@@ -201,7 +201,7 @@ def test_small_batches_and_short_times_have_units_that_show_them() -> None:
         wait_for_first_batches_s=0.0004,
     )
     verdict, _, loop, workers, _, _, memory, largest = str(figures).splitlines()
-    assert verdict.startswith("The workers are the bottleneck: next() waited 38 ms of 50 ms (76%); ")
+    assert verdict.endswith(": 3 batches in 50 ms; next() waited 38 ms of 50 ms (76%).")
     assert loop.split(maxsplit=4)[-1] == "50 ms"
     assert workers.endswith("38 ms, 0.4 ms of it for first batches, 0.0 s until workers started")
     assert memory.endswith("4.0 KiB reserved, 700 bytes used")
@@ -211,3 +211,9 @@ def test_small_batches_and_short_times_have_units_that_show_them() -> None:
 def test_before_the_first_batch_there_is_no_verdict() -> None:
     text = str(DataLoader(Slow(0.0), num_workers=1).statistics())
     assert text.startswith("No batch has been returned yet.\nbatches returned           0\n")
+
+
+def test_the_largest_batch_stays_after_the_last_iterator() -> None:
+    figures = iterated(Slow(0.0), 0.0, num_workers=1)
+    assert figures.slots_free == 0
+    assert f"largest batch              {figures.largest_batch_nbytes} bytes" in str(figures)

@@ -1,0 +1,93 @@
+"""``python -m shmloader profile``: where the time of a program's loaders goes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shmloader.cli.programs import exit_status, forwarded_signals, start_program
+from shmloader.profiling.program import FOLDER, read_reports
+from shmloader.profiling.report import render, write_trace
+
+DESCRIPTION = """\
+Run a program and measure each of its loaders, batch by batch: those of shmloader, and with
+shmloader.install() all loaders of torch's class. When it ends, a report on each says what held it up.
+
+    python -m shmloader profile -- python train.py
+
+The program's output, signals and exit status stay its own; the report goes to standard error.
+Meanwhile `python -m shmloader top PID` shows the figures so far. docs/profile.md explains them.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the program; gives its exit status, or 128 and the signal that ended it."""
+    arguments = parse(words)
+    with tempfile.TemporaryDirectory(prefix="shmloader-profile-") as folder:
+        program = start_program(arguments.command, os.environ | {FOLDER: folder})
+        if isinstance(program, int):
+            return program
+        with forwarded_signals(program):
+            status = exit_status(program)
+        reports = read_reports(Path(folder))
+    print(render_all(reports), file=sys.stderr)
+    try:
+        _write(arguments, reports)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return status or 1
+    return status
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shmloader profile",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--picture", type=Path, metavar="PNG", help="draw the longest loading over time (needs matplotlib)")
+    add("--trace", type=Path, metavar="FILE", help="write its last 300 batches as Chrome trace events")
+    add("--json", type=Path, metavar="FILE", help="write the figures of all loaders")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to start, after --")
+    arguments = parser.parse_args(words)
+    if arguments.command[:1] == ["--"]:  # kept or dropped, by the version of Python
+        del arguments.command[0]
+    if not arguments.command:
+        parser.error("give a program after --")
+    if arguments.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --picture: matplotlib is not installed: pip install 'shmloader[plots]'")
+    for path in filter(None, (arguments.picture, arguments.trace, arguments.json)):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no such folder")
+    return arguments
+
+
+def render_all(reports: Sequence[dict[str, Any]]) -> str:
+    """The reports as text."""
+    if not reports:
+        return (
+            "No loader of shmloader has returned a batch: the program has to import it, and to load with "
+            "shmloader.DataLoader or after shmloader.install()."
+        )
+    return "\n".join(f"\n{report['title']}\n{render(report)}" for report in reports)
+
+
+def _write(arguments: argparse.Namespace, reports: list[dict[str, Any]]) -> None:
+    spans = [report.pop("spans", []) for report in reports]
+    if arguments.json:
+        arguments.json.write_text(json.dumps(reports), encoding="utf-8")
+    if arguments.trace and reports:
+        write_trace(arguments.trace, spans[0])
+    if arguments.picture and reports:
+        from shmloader.profiling.picture import draw
+
+        draw(arguments.picture, f"{reports[0]['title']}\n{reports[0]['verdict']['text']}", spans[0])

@@ -1,0 +1,57 @@
+"""Programs that a command starts: output, signals and exit status stay their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # which it sends to both
+_FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
+
+
+def start_program(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | int:
+    """Start a program; if that fails, say why, and return the exit status."""
+    try:
+        return subprocess.Popen(command, env=environment)
+    except OSError as error:
+        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+
+
+def exit_status(program: subprocess.Popen[bytes]) -> int:
+    """Wait for a program's end; returns its exit status, or 128 and the signal that ended it."""
+    status = program.wait()
+    return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def forwarded_signals(program: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Send the program the signals that this process gets, except those that the terminal sends to both."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        if not (number in _FROM_TERMINAL and _is_in_foreground()):
+            program.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    try:
+        fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(fd) == os.getpgrp()
+    finally:
+        os.close(fd)

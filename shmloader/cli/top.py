@@ -1,0 +1,79 @@
+"""``python -m shmloader top PID``: the profile of a running program, live."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from shmloader.cli.profile import render_all
+from shmloader.profiling.program import FOLDER, read_reports
+
+_EVERY_S = 1.0
+_MOST = 3  # reports, those on the longest loading
+
+
+def main(words: Sequence[str]) -> int:
+    """Show the reports until the program ends; 1 if it is not profiled."""
+    parser = argparse.ArgumentParser(
+        prog="python -m shmloader top",
+        description="Show where the time of a program's loaders goes, live. The program runs under "
+        f"`python -m shmloader profile`, or with {FOLDER}=FOLDER in its environment.",
+    )
+    parser.add_argument("pid", type=int, help="the program's process, or that of the profile command")
+    parser.add_argument("--once", action="store_true", help="print the figures so far, and end")
+    arguments = parser.parse_args(words)
+    folder = _folder_of(arguments.pid)
+    if folder is None:
+        print(
+            f"error: process {arguments.pid} and those that it started are not profiled, or may not be read: "
+            "start the program with `python -m shmloader profile -- ...`",
+            file=sys.stderr,
+        )
+        return 1
+    if arguments.once:
+        print(_text(folder))
+        return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        _follow(arguments.pid, folder)
+    return 0
+
+
+def _folder_of(pid: int) -> Path | None:
+    """The folder for the reports of a process, or of one that it has started."""
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return None
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError):
+            folder = process.environ().get(FOLDER)
+            if folder:
+                return Path(folder)
+    return None
+
+
+def _text(folder: Path) -> str:
+    return render_all(read_reports(folder)[:_MOST])
+
+
+def _follow(pid: int, folder: Path) -> None:
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        while psutil.pid_exists(pid) and folder.is_dir():
+            print(_text(folder), flush=True)
+            time.sleep(_EVERY_S)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as live:
+        while psutil.pid_exists(pid) and folder.is_dir():
+            live.update(Text(_text(folder)), refresh=True)
+            time.sleep(_EVERY_S)

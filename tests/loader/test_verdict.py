@@ -1,0 +1,84 @@
+"""The verdict names one cause, by what is known of cores, autotune, held slots and quotas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shmloader import AutotuneReport, LoaderStatistics
+from shmloader.verdict import Cause, Evidence, Profiled, judge
+
+WAITS = Evidence(
+    batches=500, total_s=40.0, wait_s=30.0, num_workers=2, usable_cores=8, made_s=78.0, own_cores=2.0
+)
+"""A loop that waits for two busy workers, on eight cores."""
+NOTHING = Profiled(
+    step_s=10.0, sampler_s=0.0, next_s=0.1, fetch_s=78.0, collate_s=0.0, write_s=0.0, cpu_s=70.0, delay_s=0.0
+)
+
+
+def cause(**changes: Any) -> Cause:
+    return judge(replace(WAITS, **changes)).cause
+
+
+def test_more_workers_are_advised_where_there_are_cores_for_them() -> None:
+    verdict = judge(WAITS)
+    assert verdict.cause is Cause.TOO_FEW
+    assert verdict.text.endswith(
+        "there are too few: 2 busy worker(s), and there are 8 cores; num_workers=3 would help."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_workers": 8, "usable_cores": 2, "own_cores": 1.9, "made_s": 300.0}, Cause.TOO_MANY),
+        ({"num_workers": 8, "usable_cores": 2, "own_cores": 0.5, "made_s": 300.0}, Cause.WORKERS),
+        ({"own_cores": 7.9}, Cause.WORKERS),
+        ({"usable_cores": 2}, Cause.WORKERS),
+        ({"autotune": "with 2 workers each takes longer for a batch"}, Cause.WORKERS),
+        ({"held": 66, "slots": 70}, Cause.HELD),
+        ({"held": 10, "slots": 12, "spills": 300}, Cause.HELD),
+        ({"batches": 8, "total_s": 0.082, "wait_s": 0.06}, Cause.TOO_LITTLE),
+        ({"throttled_share": 0.5}, Cause.THROTTLED),
+        ({"wait_s": 2.0}, Cause.PROGRAM),
+        ({"wait_s": 2.0, "throttled_share": 0.5}, Cause.PROGRAM),
+    ],
+)
+def test_more_workers_are_not_advised_where_they_would_not_help(
+    changes: dict[str, Any], expected: Cause
+) -> None:
+    verdict = judge(replace(WAITS, **changes))
+    assert verdict.cause is expected
+    assert "more workers or" not in verdict.text
+    assert "too few" not in verdict.text
+
+
+def test_the_choice_of_auto_is_quoted() -> None:
+    why = "with 2 workers each takes longer for a batch"
+    assert why in judge(replace(WAITS, autotune=why)).text
+
+
+@pytest.mark.parametrize(("alone_s", "expected"), [(15.0, Cause.FOREIGN), (60.0, Cause.FETCH)])
+def test_other_programs_are_blamed_only_if_the_workers_would_keep_up_without_them(
+    alone_s: float, expected: Cause
+) -> None:
+    profiled = replace(NOTHING, cpu_s=alone_s, delay_s=78.0 - alone_s)
+    assert cause(usable_cores=2, foreign_cores=1.5, profiled=profiled) is expected
+
+
+def test_statistics_pass_on_what_they_know() -> None:
+    report = AutotuneReport(2, 2, True, 40, "one worker for each of 2 usable cores")
+    figures = LoaderStatistics(
+        batches=500,
+        iterating_s=40.0,
+        wait_for_workers_s=30.0,
+        workers_made_s=78.0,
+        num_workers=2,
+        autotune=report,
+    )
+    assert report.why in figures.verdict
+    assert "66 batches in 70 slots" in replace(figures, slots_leased=66, slots_free=4).verdict
+    assert "used up in 50% of" in replace(figures, throttled_share=0.5, usable_cores=1).verdict

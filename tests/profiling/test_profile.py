@@ -1,0 +1,202 @@
+"""``loader.profile()`` measures the epochs that begin in its block, under every way to load."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading import Numbered
+from torch.utils.data import Dataset, IterableDataset
+
+from shmloader import DataLoader
+from shmloader.errors import LoaderError
+from shmloader.profiling import ProfileReport
+
+SLOW_S = 0.1
+
+
+class OneSlow(Numbered):
+    """One sample takes a tenth of a second."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 37:
+            time.sleep(SLOW_S)
+        return torch.full((8,), index) + torch.randint(0, 100, ())
+
+
+class Numbers(IterableDataset[int]):
+    """A stream of numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(32))
+
+
+class AtOnce(Dataset[torch.Tensor]):
+    """Samples that one call fetches."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(0.005)
+        return [torch.tensor(index) for index in indices]
+
+
+def with_profile(loader: Any, epochs: int = 1) -> tuple[ProfileReport, list[Any]]:
+    with loader.profile() as profile:
+        batches = [batch for _ in range(epochs) for batch in loader]
+    return profile.report(), batches
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "forkserver": {"num_workers": 1, "multiprocessing_context": "forkserver"},
+    "threads": {"num_workers": 2, "worker_type": "thread"},
+    "dynamic": {"num_workers": 2, "dispatch": "dynamic"},
+    "in_process": {"num_workers": 0},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_batch_is_measured_and_the_slow_sample_named(way: str) -> None:
+    with DataLoader(OneSlow(80), 8, **WAYS[way]) as loader:
+        report, _ = with_profile(loader, 2)
+    assert report.batches == len(report.returned) == len(report.made) == 20
+    assert sum(count for count, _ in report.by_worker.values()) == 20
+    name, slow_s = next(iter(report.slowest.items()))
+    assert "37" in name
+    assert slow_s >= SLOW_S
+    assert report.workers["fetch"].most_s >= SLOW_S
+    assert sum(spread.share for spread in report.main.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("way", ["fork", "in_process"])
+def test_batches_are_the_same(way: str) -> None:
+    found = []
+    for profiled in (False, True):
+        torch.manual_seed(1)
+        loader = DataLoader(OneSlow(80), 8, shuffle=True, **WAYS[way])
+        found.append(with_profile(loader)[1] if profiled else list(loader))
+    assert all(map(torch.equal, *found))
+
+
+def test_persistent_workers_are_measured_from_the_next_epoch_on_and_no_longer() -> None:
+    with DataLoader(Numbered(80), 8, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        report, _ = with_profile(loader)
+        list(loader)
+        assert (report.batches, len(report.made)) == (10, 10)
+        assert with_profile(loader)[0].batches == 10
+
+
+def test_epochs_that_are_begun_early_are_measured_too() -> None:
+    with DataLoader(
+        Numbered(80), 8, num_workers=2, persistent_workers=True, prefetch_epochs=True, shuffle=True,
+        generator=torch.Generator(),
+    ) as loader:  # fmt: skip
+        list(loader)
+        report, batches = with_profile(loader, 2)
+    assert len(batches) == report.batches == len(report.made) == 20
+
+
+@pytest.mark.parametrize("dataset", [Numbers(), AtOnce()])
+def test_samples_that_come_together_are_measured_by_the_batch(dataset: Any) -> None:
+    with DataLoader(dataset, 8, num_workers=1) as loader:
+        report, _ = with_profile(loader)
+    assert report.batches == len(report.made) == 4
+    assert all(made.excess_s == 0 for made in report.made)
+
+
+def test_a_sample_that_raises_leaves_the_rest_measured() -> None:
+    class Bad(Numbered):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if index == 9:
+                raise ValueError(index)
+            return super().__getitem__(index)
+
+    with DataLoader(Bad(32), 8, num_workers=1, on_error="skip") as loader, pytest.warns(match="bad sample"):
+        report, batches = with_profile(loader)
+    assert [len(batch) for batch in batches] == [8, 7, 8, 8]
+    assert len(report.made) == 4
+    with DataLoader(Bad(32), 8, num_workers=1) as loader, loader.profile() as profile:
+        with pytest.raises(ValueError, match="9"):
+            list(loader)
+        assert len(profile.report().made) >= 1
+
+
+def test_the_times_of_parts_are_found_where_they_are_spent() -> None:
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.stack(samples)
+
+    with DataLoader(Numbered(80, delay_s=0.001), 8, num_workers=1, collate_fn=collate) as loader:
+        with loader.profile() as profile:
+            for _ in loader:
+                time.sleep(0.01)
+        report = profile.report()
+    assert report.workers["collate"].p50_s >= 0.02
+    assert report.workers["fetch"].p50_s >= 0.008
+    assert report.main["step"].p50_s >= 0.01
+    assert report.main["wait"].p50_s >= 0.01
+    assert report.bound_batches_per_s <= 9 / 0.09 * 10 / 9 + 1
+    assert "collate" in str(profile)
+
+
+def test_a_callback_gets_scalars_and_its_time_counts_nowhere() -> None:
+    told: list[dict[str, float]] = []
+
+    def track(report: ProfileReport) -> None:
+        told.append(report.scalars())
+        time.sleep(0.05)
+
+    with DataLoader(Numbered(160), 8, num_workers=1) as loader:
+        with loader.profile(every_s=0.001, callback=track) as profile:
+            list(loader)
+        report = profile.report()
+    assert told
+    assert told[-1]["batches_per_s"] > 0
+    assert {"main/wait/share", "workers/fetch/p99_s"} <= told[-1].keys()
+    assert report.main["step"].most_s < 0.05
+
+
+def test_trace_and_picture_show_every_process(tmp_path: Path) -> None:
+    with DataLoader(Numbered(80), 8, num_workers=2) as loader:
+        report, _ = with_profile(loader)
+    report.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
+        "main",
+        "worker 0",
+        "worker 1",
+    }
+    assert sum(event["name"] == "fetch" for event in events) == 10
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+    report.save_picture(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_are_asked_for_inside_the_block_or_after_it() -> None:
+    with DataLoader(Numbered(80), 8, num_workers=1) as loader:
+        profile = loader.profile()
+        with pytest.raises(LoaderError, match=r"with loader\.profile\(\) as profile"):
+            profile.report()
+        with profile:
+            assert str(profile) == "No batch has been returned yet."
+            list(loader)
+            assert profile.report().batches == 10
+        list(loader)
+        assert profile.report().batches == 10
+
+
+def test_the_answers_of_a_profile_that_has_ended_are_ignored() -> None:
+    with DataLoader(Numbered(800), 8, num_workers=1) as loader:
+        with loader.profile() as profile:
+            iterator = iter(loader)
+            next(iterator)
+        assert len(list(iterator)) == 99
+        assert profile.report().batches == 1
