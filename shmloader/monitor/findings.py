@@ -24,12 +24,14 @@ class Growth:
         process: The process, as it is now.
         nbytes: Bytes since it was first read.
         nbytes_per_min: Bytes per minute, in the last minute.
+        resident_nbytes_per_min: The same of all its memory, which does not grow where shared becomes private.
         seconds: Seconds of that minute in which it was followed.
     """
 
     process: ProcessMemory
     nbytes: int
     nbytes_per_min: float
+    resident_nbytes_per_min: float
     seconds: float
 
 
@@ -68,7 +70,8 @@ def find(
     if not looks_inside:
         why = "the cause cannot be told from outside, but if the program is started by this command"
     for pid, growth in growths.items():
-        if pid not in workers and _is_lasting(growth):
+        grows_itself = growth.resident_nbytes_per_min >= LEAST_NBYTES  # not only as its children end
+        if pid not in workers and grows_itself and _is_lasting(growth):
             grows = f"grows by {megabytes(growth.nbytes_per_min)}/min"
             yield Finding((pid, 0), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}")
 

@@ -185,6 +185,17 @@ def test_growth_that_nobody_reported_is_told_after_a_minute(looks_inside: bool, 
     assert why in text
 
 
+def test_what_a_process_no_longer_shares_with_its_children_is_no_growth() -> None:
+    monitor = Monitor(os.getpid())
+    for number in range(8):
+        private = 10 * MB + 200 * MB * (number > 6)
+        alone = ProcessMemory(7, 1, 0, "python train.py", private, 300 * MB - private, 300 * MB)
+        monitor.add(Reading(10.0 * number, (alone,), {}, ROOM))
+    growths = monitor.growths(monitor.readings[-1])
+    assert growths[7].nbytes_per_min == pytest.approx(200 * MB)
+    assert list(find([], growths, looks_inside=True)) == []
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_text_fits_in_any_width(width: int) -> None:
     monitor, last = grown(10 * MB, 50 * MB, 90 * MB)
