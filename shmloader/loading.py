@@ -200,7 +200,7 @@ class Loading:
         """What a look-ahead gives, followed by the loader's state; see `DataLoader.follow`."""
         from shmloader.resume.following import Followed
 
-        return Followed(self.states, batches, self.explain_reader)
+        return Followed(self.states.readers, batches, self.explain_reader)
 
     def explain_reader(self) -> None:
         """Raise the error for a reader that has got no batch of this loader; torch's way has no states."""
