@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -32,14 +33,16 @@ def begin_fork_server() -> None:
 
     A module that the server has imported stays the same in all later workers of the program, even if its file
     was edited since. So it imports torch, shmloader and the modules that the program chose, and no module of
-    a dataset. A server that the program has started before is left as it is, and one that is to import
-    nothing (``multiprocessing.set_forkserver_preload([])``) imports nothing.
+    a dataset. In a program with a store it also imports the modules of stores, and so pyarrow, which each
+    worker would import otherwise. A server that the program has started before is left as it is, and one that
+    is to import nothing (``multiprocessing.set_forkserver_preload([])``) imports nothing.
     """
     server = getattr(forkserver.set_forkserver_preload, "__self__", None)
     chosen = list(getattr(server, "_preload_modules", []))  # has no getter; this Python may have it elsewhere
     if not chosen:
         return
-    forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED])
+    stores = [name for name in sys.modules if name.startswith("shmloader.store.")]
+    forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED, *stores])
     try:
         forkserver.ensure_running()
     finally:
