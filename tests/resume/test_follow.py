@@ -245,6 +245,7 @@ def test_a_state_after_any_number_of_batches(kind: str, workers: str) -> None:
         assert [ints(batch) for batch in again] == whole[had:], (had, state)
 
 
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning")
 def test_batches_by_arrival_left_out_and_raised() -> None:
     """What was done between two batches that were returned is done with the later one."""
 
