@@ -180,7 +180,7 @@ def test_an_epoch_that_begins_between_two_loops_is_not_shown_before_it_is_read()
             for batch in itertools.chain(loader, [None]):
                 read.put(batch)
 
-    thread = threading.Thread(target=fill)
+    thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     for epoch in range(3):
         assert [ints(batch) for batch in loader.follow(iter(read.get, None))] == whole[epoch]
