@@ -16,10 +16,7 @@ def refuse_ray() -> None:
         raise RuntimeError(
             "Ray was asked for data in a forked worker process, where it would wait for ever: its threads "
             "are in the process that made the loader. Pass worker_type='thread' or num_workers=0 for a "
-            "dataset that calls ray.get(), ray.wait(), ray.put() or iter_batches()."
+            "dataset that calls ray.get(), ray.wait() or ray.put()."
         )
 
     vars(ray).update(dict.fromkeys(("get", "wait", "put"), refuse))
-    blocks: Any = getattr(sys.modules.get("ray.data"), "DataIterator", None)
-    for name in ("iter_batches", "iter_rows", "iter_torch_batches") if blocks else ():
-        setattr(blocks, name, refuse)

@@ -115,20 +115,6 @@ def test_states_are_of_the_batch_that_came_out_of_the_wrapper() -> None:
             assert [batch.tolist() for batch in again] == whole[number:]
 
 
-@pytest.mark.timeout(300)
-def test_data_of_ray_comes_in_threads_and_is_refused_in_forked_workers() -> None:
-    """At once, and not after the timeout of the loader, in which it would hang."""
-    command = [sys.executable, str(PROGRAM.with_name("ray_data.py"))]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    said = [line for line in done.stdout.splitlines() if line.startswith(("[[", "RuntimeError"))]
-    expected = "[[0, 1, 2, 3], [4, 5, 6, 7]]"
-    refused = "RuntimeError Ray was asked for data in a forked worker process, where it would wait for ever"
-    assert said[0] == said[2] == expected
-    assert said[1].startswith(refused)
-    assert said[3].startswith(refused)
-
-
 @pytest.mark.timeout(900)
 def test_a_killed_rank_and_other_ranks_go_on_with_the_page(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), str(tmp_path)]
