@@ -86,7 +86,9 @@ def measure(method: str, arguments: argparse.Namespace) -> Outcome:
     )
     began_s, found_s, text, cost, private_nbytes = time.monotonic(), None, "", 0.0, 0
     times = psutil.Process(command.pid).cpu_times()
+    lines: list[str] = []
     for now_s, line in lines_with_times(command):
+        lines.append(line)
         if line == LOADING:
             began_s, times = now_s, psutil.Process(command.pid).cpu_times()
         elif line.startswith(SAID) and "share(" in line and not text:
@@ -97,7 +99,7 @@ def measure(method: str, arguments: argparse.Namespace) -> Outcome:
         elif line.lstrip().startswith("worker "):
             private_nbytes = max(private_nbytes, int(line.split()[5].replace(",", "")))
     if command.wait() != 0:
-        raise SystemExit(f"error: the command ended with {command.returncode}")
+        raise SystemExit("\n".join([*lines, f"error: the command ended with {command.returncode}"]))
     return Outcome(method, found_s, text, cost, private_nbytes)
 
 
