@@ -20,6 +20,7 @@ from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
 from shmloader.worker.loop import Loop
 from shmloader.worker.random_state import seed_worker_process
+from shmloader.worker.ray_calls import refuse_ray
 from shmloader.workers.spawn_payload import take_arguments
 
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
@@ -87,6 +88,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
+    refuse_ray()
     Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
 
 
