@@ -13,11 +13,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-<<<<<<< HEAD
-WRITES = 72  # one is the start hook's of `memory`: it wraps a method of torch's class in another program
-=======
 WRITES = 70
->>>>>>> main
 BATCH_FILES, ITER_FILES = 22, 35
 
 PLANTED = """
