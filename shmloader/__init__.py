@@ -8,6 +8,7 @@ Importing it starts no thread and no process and takes no shared memory.
 import os
 
 from shmloader.errors import (
+    ArchiveError,
     BadSampleWarning,
     LoaderClosed,
     LoaderError,
@@ -35,6 +36,7 @@ from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
+from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
 
 if os.environ.get("SHMLOADER_PROFILE"):
@@ -45,6 +47,7 @@ if os.environ.get("SHMLOADER_PROFILE"):
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArchiveError",
     "AutotuneReport",
     "BadSample",
     "BadSampleWarning",
@@ -62,6 +65,7 @@ __all__ = [
     "SharedMemoryExhausted",
     "SlotCorrupted",
     "SpillWarning",
+    "TarDataset",
     "TokenBatchSampler",
     "WorkerDied",
     "WorkerStartError",

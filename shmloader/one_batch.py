@@ -69,19 +69,15 @@ def batch_of(
 
 def _index_batch(index_sampler: Any, epoch: int, number: int, loaded: State | None) -> Any:
     """The index batch of a number in an epoch, drawn from a copy of the sampler."""
-    sampler, inner = copy.copy(index_sampler), copy.copy(sampler_of_indices(index_sampler))
-    if type(sampler) is BatchSampler:
-        sampler.sampler = inner
-    else:
-        sampler = inner
+    inner: Any = copy.copy(sampler_of_indices(index_sampler))
+    sampler = _batched(index_sampler, inner)
     batches: Iterator[Any]
     if (sharded := sharded_sampler(sampler)) is not None:
         place = getattr(sampler, "batch_size", 1)
         if isinstance(sharded, MixtureSampler):
             if loaded is not None:
                 load_place(sharded, loaded)  # with the changes of the weights
-            inner = sharded.at(epoch, number, place)
-            batches = iter(BatchSampler(inner, place, sampler.drop_last) if sampler is not sharded else inner)
+            batches = iter(_batched(index_sampler, sharded.at(epoch, number, place)))
         else:
             if epoch != sharded.epoch:
                 sharded.load_state_dict({"consumed": 0, "batches": 0})
@@ -100,6 +96,13 @@ def _index_batch(index_sampler: Any, epoch: int, number: int, loaded: State | No
     with contextlib.suppress(StopIteration):
         return next(batches)
     raise IndexError(f"epoch {epoch} has no batch {number:,} on this rank")
+
+
+def _batched(index_sampler: Any, inner: Any) -> Any:
+    """Another sampler of indices, in batches if the index sampler is torch's `BatchSampler`."""
+    if type(index_sampler) is not BatchSampler:
+        return inner
+    return BatchSampler(inner, index_sampler.batch_size, index_sampler.drop_last)
 
 
 @contextlib.contextmanager

@@ -340,11 +340,13 @@ class MixtureSampler(DistributedSampler[int]):
     def at(self, epoch: int, batches: int, batch_size: int) -> Self:
         """A copy that begins after a number of batches of an epoch, with the changes so far."""
         other = copy.copy(self)
-        other.set_epoch(epoch)
-        other._begins = [begin for begin in self._begins if begin[0] == epoch]  # noqa: SLF001 - of this class
-        other.load_state_dict(other.state_after(batches, batch_size))
-        other._next = None  # noqa: SLF001
+        other._begin_at(epoch, batches, batch_size)  # noqa: SLF001 - of this class
         return other
+
+    def _begin_at(self, epoch: int, batches: int, batch_size: int) -> None:
+        self.epoch, self._begins = epoch, [begin for begin in self._begins if begin[0] == epoch]
+        self.load_state_dict(self.state_after(batches, batch_size))
+        self._next = None
 
 
 class _SourceOrders:

@@ -38,7 +38,7 @@ _log = logging.getLogger("shmloader")
 def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or samplers.repeats_its_order(index_sampler)
-    if known or samplers.sharded_sampler(index_sampler):
+    if known or samplers.sharded_sampler(index_sampler) is not None:
         return iterator
     return TrackedBatches(index_sampler, iterator, resumed=resumed)
 
