@@ -80,7 +80,7 @@ class Placement:
         self._lacked_room = False  # the slot, for the result that was to be placed last
         self._thread = threading.get_ident()
         self._out_of_reach: list[PlacedSite] = []
-        self._resizes = [Resize(self._make_resizable, *name) for name in RESIZES]
+        self._resizes = [Resize(self._make_resizable, *name) for name in RESIZES if is_on]
         self._moved: list[Any] = []
         if is_on:
             os.register_at_fork(before=self._end_for_fork)

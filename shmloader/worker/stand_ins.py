@@ -93,7 +93,7 @@ class Resize(StandIn):
 
     def __call__(self, resized: Any, *arguments: Any, **named: Any) -> Any:
         """Move the storage, and resize."""
-        if type(resized) is torch.UntypedStorage:
+        if type(resized) is torch.UntypedStorage and resized.device.type == "cpu":
             self._move(resized)
         elif type(resized) is torch.Tensor and resized.is_cpu and resized.layout is torch.strided:
             self._move(resized.untyped_storage())
