@@ -361,6 +361,8 @@ def loading_of(loader: Any) -> Loading:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
     except AttributeError:
         loading = None
-    if loading is None or loading.loader() is not loader:
+    if loading is None:  # in one step: two threads may be here
+        loading = vars(loader).setdefault("_shmloader_loading", Loading(weakref.ref(loader)))
+    if loading.loader() is not loader:
         loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
     return loading

@@ -120,7 +120,7 @@ def _update(update: Any, adapter: Any) -> None:
 
 def _state_dict(state_dict: Any, adapter: Any) -> Any:
     readers = loading_of(adapter.base_dataloader).states.readers
-    state = _followed(adapter) if readers.follow else state_dict(adapter)
+    state = _followed(adapter) if readers.is_followed else state_dict(adapter)
     if adapter.use_stateful_dataloader and not hasattr(type(adapter), _FETCH):
         warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
     return state

@@ -21,16 +21,16 @@ class Reading:
 
     Args:
         readers: The loader's.
-        reader: The object that hands out the batches. When it dies, the epoch is left where it is.
+        reader: The object that hands out the batches. It is not kept.
         explain: Raises the error for a reader whose batches are not of this loader; or returns, if the loader
             has no states.
     """
 
     def __init__(self, readers: Readers, reader: object, explain: Callable[[], None]) -> None:
-        self._readers, self._explain, self._reader = readers, explain, weakref.ref(reader)
+        self._readers, self._explain = readers, explain
         self._epoch: Epoch | None = None
         self._follower: Follower | None = None
-        readers.expect(self._reader)
+        readers.expect(weakref.ref(reader))
 
     def ask(self) -> None:
         """Note that the look-ahead is asked for its next batch."""
@@ -67,7 +67,7 @@ class Reading:
         if epoch is None:
             self._explain()
         else:
-            self._follower = epoch.progress.follow(self._reader)
+            self._follower = epoch.progress.follow()
 
 
 class Followed(Iterable[_T], Generic[_T]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,16 +19,15 @@ from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
 class Follower:
     """How far a reader behind a look-ahead has come in one epoch."""
 
-    reader: Callable[[], object]  # returns the reader, while it lives
-    thread: int = field(default_factory=threading.get_ident)  # that it began in
+    thread: threading.Thread = field(default_factory=threading.current_thread)  # that it began in
     waits: bool = False  # it has asked the look-ahead for the next batch
     count: int = 0  # batches that came out of the look-ahead
     ended: bool = False  # no more will come
 
     @property
-    def reads(self) -> bool:
-        """Whether more may come out."""
-        return not self.ended and self.reader() is not None
+    def is_elsewhere(self) -> bool:
+        """Whether it reads, or has read, in another thread that is alive."""
+        return self.thread is not threading.current_thread() and self.thread.is_alive()
 
     def ask(self) -> None:
         """Note that the next batch is asked for."""
@@ -150,9 +149,9 @@ class Progress:
         """Whether the program knows that the epoch is over."""
         return self.finished and all(follower.ended for follower in self.followers)
 
-    def follow(self, reader: Callable[[], object]) -> Follower:
+    def follow(self) -> Follower:
         """A new follower, from where the epoch began."""
-        self.followers.append(follower := Follower(reader))
+        self.followers.append(follower := Follower())
         return follower
 
     def leave(self, follower: Follower) -> None:

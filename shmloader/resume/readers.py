@@ -99,7 +99,7 @@ class Readers:
         return self._followed or self.latest
 
     @property
-    def follow(self) -> bool:
+    def is_followed(self) -> bool:
         """Whether a state is of what came out of a look-ahead."""
         return self.shown is not None and bool(self.shown.progress.followers)
 
@@ -114,15 +114,14 @@ class Readers:
 
     def go_on(self, epoch: Epoch) -> None:
         """Note that an epoch begins, in this thread."""
-        followed = self._followed
-        if followed is not None:
-            # Its own thread begins an epoch without it: it was left, though somebody may still hold it.
-            here = [one for one in followed.progress.followers if one.thread == threading.get_ident()]
-            left = [one for one in here if not one.waits]
-            for follower in left:
-                follower.end()
-            if (left or followed.next is None) and not _is_read(followed):
-                self._followed = None
+        if self._followed is not None:
+            followers = self._followed.progress.followers
+            for follower in followers:
+                # Its own thread begins an epoch without it: it was left, though somebody may still hold it.
+                if not (follower.waits or follower.is_elsewhere):
+                    follower.end()
+            if all(follower.ended and not follower.is_elsewhere for follower in followers):
+                self._followed = None  # else it is shown until the next epoch has a reader
         if self.latest is not None:
             self.latest.go_on(epoch)
         self._expected.note(epoch)
@@ -145,10 +144,11 @@ class Readers:
         if epoch is None:
             epoch = (followed and followed.next) or self._expected.get() or self.latest
             self._followed = epoch
-        elif followed is None or not _is_read(followed):
+        elif followed is None:
             self._followed = epoch
         if epoch is not None:
             self._here.note(epoch)
+        self._expected = _Expected()  # which would keep all later epochs
         return epoch
 
     def follow_next(self, epoch: Epoch, follower: Follower) -> tuple[Epoch, Follower]:
@@ -159,8 +159,4 @@ class Readers:
         epoch.progress.leave(follower)
         if self._followed is epoch and not epoch.progress.followers:
             self._followed = following
-        return following, following.progress.follow(follower.reader)
-
-
-def _is_read(epoch: Epoch) -> bool:
-    return any(follower.reads for follower in epoch.progress.followers)
+        return following, following.progress.follow()

@@ -248,9 +248,9 @@ class States:
         try:
             yield one_pass
         finally:
-            self._pass = None
             if one_pass.progress is not None:
                 self._go_on(one_pass, one_pass.progress)
+            self._pass = None  # only now: a state in another thread needs the generators before the pass
             if not (one_pass.keeps_draws or samplers.GENERATOR_IS_LOADED.get()):
                 torch.set_rng_state(one_pass.global_before)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -167,6 +169,35 @@ def test_one_thread_reads_into_the_next_epochs(kind: str, ahead: int) -> None:
         assert got == [whole[epoch][had:], *whole[epoch + 1 :]], (epoch, had, state)
 
 
+def test_an_epoch_that_begins_between_two_loops_is_not_shown_before_it_is_read() -> None:
+    """A thread that was slow goes on after the loop: what it reads is not what the program has had."""
+    loader, read, go_on = shuffled(), queue.Queue[Any](), threading.Semaphore()
+    whole = [[ints(batch) for batch in one] for one in [shuffled()] for _ in range(3)]
+
+    def fill() -> None:
+        for _ in range(3):
+            go_on.acquire()
+            for batch in itertools.chain(loader, [None]):
+                read.put(batch)
+
+    thread = threading.Thread(target=fill, daemon=True)
+    thread.start()
+    for epoch in range(3):
+        assert [ints(batch) for batch in loader.follow(iter(read.get, None))] == whole[epoch]
+        at_end = loader.state_dict()
+        assert at_end["finished"]
+        go_on.release()
+        while epoch < 2 and read.qsize() < 3:
+            time.sleep(0.001)
+        assert loader.state_dict() == at_end
+        again = shuffled()
+        again.load_state_dict(at_end)
+        assert [[ints(batch) for batch in again] for _ in range(epoch, 2)] == whole[epoch + 1 :]
+    thread.join()
+    for had, _ in enumerate(loader, 1):
+        assert loader.state_dict()["batches"] == had
+
+
 @pytest.mark.parametrize("limit", [None, 3])
 def test_epochs_in_one_pass_are_followed_in_turn(limit: int | None) -> None:
     """A reader that begins the next epoch by itself, after a whole one or in the middle of one."""
@@ -214,6 +245,7 @@ def test_a_state_after_any_number_of_batches(kind: str, workers: str) -> None:
         assert [ints(batch) for batch in again] == whole[had:], (had, state)
 
 
+@pytest.mark.filterwarnings("ignore::shmloader.BadSampleWarning")
 def test_batches_by_arrival_left_out_and_raised() -> None:
     """What was done between two batches that were returned is done with the later one."""
 
