@@ -222,7 +222,7 @@ def compare_first_batches(arguments: argparse.Namespace, report: dict[str, Any])
     table = [["start method", "samples", "first batch, s", "least", "most"]]
     verdicts = []
     rows, workers = arguments.paths, arguments.start_workers
-    for method in ("spawn", "forkserver"):
+    for method in [method for method in arguments.method if method != "fork"]:
         seconds: dict[str, list[float]] = {"shmloader, nothing": [], "shmloader, share(list)": []}
         for _ in range(arguments.repeats):
             for name, times in seconds.items():
@@ -332,7 +332,12 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
     )
     add("--shape", action="append", choices=list(SHAPES), help="of records; may be repeated (default all)")
     methods = multiprocessing.get_all_start_methods()
-    add("--method", action="append", choices=methods, help="for shapes; may be repeated (default all)")
+    add(
+        "--method",
+        action="append",
+        choices=methods,
+        help="for shapes and start; may be repeated (default all)",
+    )
     add("--shape-rows", type=count, default=100_000, help="records of the shapes (default 100,000)")
     number = whole_number(0)
     add("--shape-workers", type=number, action="append", help="0 and more; may be repeated (default 2)")

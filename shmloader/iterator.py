@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -211,8 +211,9 @@ class SlotIterator(torch_private.OwnOrder):
     def __next__(self) -> Any:
         lifecycle, progress = self._lifecycle, None
         try:
-            if not lifecycle.enter():
-                self._abandon()
+            if not lifecycle.enter():  # an exception came between two lines, and may have lost batches
+                self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
+                self._check_open()
             self._progress.keep()
             progress = self._progress
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
@@ -281,9 +282,8 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
-            processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
             if self._copies is not None:
-                self._copies.measure(processes, batch_nbytes)
+                self._copies.measure(self._all_workers.processes, self._counters.largest_batch_nbytes)
             self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
@@ -367,12 +367,6 @@ class SlotIterator(torch_private.OwnOrder):
             raise
 
     # --- the end
-
-    def _abandon(self) -> NoReturn:
-        """Close after an exception that came between two lines, and may have lost batches."""
-        self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
-        self._check_open()
-        raise AssertionError
 
     def _check_open(self) -> None:
         if not self._all_workers.workers:

@@ -199,6 +199,14 @@ def option_in_effect(name: str, value: Any) -> Any:
     return OWN_DEFAULTS[name] if words and not (isinstance(value, str) and value in words) else value
 
 
+def options_asked_for(loader: Any) -> list[str]:
+    """The options in use that torch's loader lacks, as ``name=value``."""
+    counts = {name: getattr(loader, name) for name in ("num_workers", "prefetch_factor")}
+    own = {name: getattr(loader, name) for name in OWN_DEFAULTS}
+    automatic = [f"{name}='auto' (it is {n})" for name, n in counts.items() if isinstance(n, AutoCount)]
+    return automatic + [f"{name}={value!r}" for name, value in own.items() if value != OWN_DEFAULTS[name]]
+
+
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
     """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own.
 

@@ -133,7 +133,7 @@ class Exchange:
                 worker.send(request)
         while table.void:
             self.receive()
-        for worker in list(self.workers.workers):
+        for worker in [*self.workers.workers]:
             if worker.is_dead():  # before it has a batch of this epoch, which would be blamed for it
                 self._recover(worker, None)
         self.ended_streams.clear()

@@ -12,7 +12,7 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory.huge_pages import take_huge_pages
 from shmloader.memory.limits import check_headroom, exhausted
-from shmloader.memory.mapping import Extent, libc, whole_pages
+from shmloader.memory.mapping import HUGE_NBYTES, Extent, libc, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
@@ -75,7 +75,8 @@ class Segment:
                 needed_nbytes=nbytes,
             )
         try:
-            take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
+            if nbytes >= HUGE_NBYTES:
+                take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
             os.posix_fallocate(self._descriptor.fd, slot * SLOT_STRIDE, nbytes)
         except OSError as error:
             self.discard(slot, nbytes, held_nbytes)  # what could be had of it

@@ -122,10 +122,11 @@ class Monitor:
         for process in at.processes:
             then, before = oldest[process.pid]
             seconds = at.time_s - then.time_s
+            per_min = 60 / seconds if seconds >= _LEAST_WINDOW_S else 0.0
             more = process.private_nbytes - before.private_nbytes
-            rate = more * 60 / seconds if seconds >= _LEAST_WINDOW_S else 0.0
-            first = self._first[process.pid].private_nbytes
-            growths[process.pid] = Growth(process, process.private_nbytes - first, rate, seconds)
+            resident = more + process.shared_nbytes - before.shared_nbytes
+            nbytes = process.private_nbytes - self._first[process.pid].private_nbytes
+            growths[process.pid] = Growth(process, nbytes, more * per_min, resident * per_min, seconds)
         return growths
 
     def time_to_limit_s(self, at: Reading) -> float | None:

@@ -21,6 +21,7 @@ class Follower:
 
     reader: Callable[[], object]  # returns the reader, while it lives
     thread: int = field(default_factory=threading.get_ident)  # that it began in
+    waits: bool = False  # it has asked the look-ahead for the next batch
     count: int = 0  # batches that came out of the look-ahead
     ended: bool = False  # no more will come
 
@@ -29,8 +30,13 @@ class Follower:
         """Whether more may come out."""
         return not self.ended and self.reader() is not None
 
+    def ask(self) -> None:
+        """Note that the next batch is asked for."""
+        self.waits = True
+
     def take(self) -> None:
         """Note that a batch came out."""
+        self.waits = False
         self.count += 1
 
     def end(self) -> None:
@@ -182,10 +188,11 @@ class Progress:
         """What was done before the latest batches that were returned."""
         undone: set[int] = set()
         for position in reversed(self._latest):
-            if not count:
+            is_batch = position not in self._without
+            if not count and is_batch:
                 break
             undone.add(position)
-            count -= position not in self._without
+            count -= is_batch
         if count:
             raise ResumeError(
                 f"there is no state from so far back, {count:,} batches before the last {HISTORY:,}: with "

@@ -1,13 +1,10 @@
 """The rest of an epoch's index batches, for a resumed program. Main process only.
 
 Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state after
-the last batch that the program has had. If that may have been the epoch's last, it is set to the state before
-it, and the batch is drawn again. So its epoch ends as before, whether it begins anew with the last batch or
-gives nothing once.
-
-For any other sampler, its generator is set to its state at the beginning of the epoch. Then the batches that
-the program has had are drawn again: in one slice for torch's commonest samplers, one by one for others. For
-samplers that are not torch's, a checksum tells whether those were the same batches.
+the last batch that the program has had, or before it, if it may have been the epoch's last: the batch is then
+drawn again. For any other sampler, its generator is set back to the beginning of the epoch, and the batches
+that the program has had are drawn again: in one slice for torch's commonest samplers, one by one for others,
+with a checksum that tells whether they are the same.
 """
 
 from __future__ import annotations
@@ -57,10 +54,9 @@ def batches_by_own_state(
 ) -> TrackedBatches:
     """Iterate over the index batches, in this epoch or the next, of a sampler that has a state of its own.
 
-    The sampler may draw from the loader's generator, too. In an ``unchanged`` loader the batches of an epoch
-    that is over must be the same ones.
+    In an ``unchanged`` loader the batches of an epoch that is over must be the same ones.
     """
-    generator = generator or torch.Generator()
+    generator = generator or torch.Generator()  # the sampler may draw from it, too
     at_begin = generator.get_state()
     make_state = functools.partial(unpack_user_state, loaded["sampler_state"])
     begin = loaded["sampler_batches"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,52 +17,11 @@ from shmloader.indices.tracked_batches import state_of
 from shmloader.resume import compatibility
 from shmloader.resume.compatibility import State
 from shmloader.resume.passes import Pass
-from shmloader.resume.progress import Follower, Progress
+from shmloader.resume.progress import Progress
+from shmloader.resume.readers import Epoch, Readers
 from shmloader.resume.stream_progress import rules_for
 from shmloader.resume.user_states import pack_user_state
 from shmloader.settings import Settings
-
-
-@dataclass(eq=False)
-class Epoch:
-    """An epoch that an iterator has begun."""
-
-    settings: Settings  # the loader's, then
-    progress: Progress
-    constant: State | None = None  # the part of a state that stays the same in it, once one was asked for
-    checksum: int | None = None  # of a state in it, if nothing but `Progress.done` changes in them
-    next: Epoch | None = None  # that began after it
-
-    def keep_constant(self, constant: State) -> None:
-        """Keep the part of a state that stays the same."""
-        self.constant = constant
-
-    def note_counted(self, checksum: int) -> None:
-        """Note that nothing else changes, and the checksum of a state."""
-        self.checksum = checksum
-
-    def go_on(self, following: Epoch) -> None:
-        """Note that another epoch has begun; whether this one was over is looked at again."""
-        self.next, self.checksum = following, None
-
-
-class _Here(threading.local):
-    """The epoch that has begun, or has found a reader, in this thread."""
-
-    def __init__(self) -> None:
-        self._epoch: Callable[[], Epoch | None] = lambda: None
-
-    def get(self) -> Epoch | None:
-        """The epoch; None if none has since `forget`, or it is gone."""
-        return self._epoch()
-
-    def note(self, epoch: Epoch) -> None:
-        """Note an epoch, without keeping it: it would keep all later ones."""
-        self._epoch = weakref.ref(epoch)
-
-    def forget(self) -> None:
-        """Forget it, before a reader begins."""
-        self._epoch = lambda: None
 
 
 class States:
@@ -75,6 +32,7 @@ class States:
 
     Attributes:
         begun: Whether the loader has begun an epoch.
+        readers: Know the epoch that a state is of.
     """
 
     def __init__(self) -> None:
@@ -82,9 +40,7 @@ class States:
         self._asked = False  # by the program; before, its own samplers' states are read once an epoch
         self._set_epoch: int | None = None
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
-        self._epoch: Epoch | None = None  # that the loader is in
-        self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
-        self._here = _Here()
+        self.readers = Readers()
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
@@ -94,11 +50,6 @@ class States:
         """The argument of the last ``loader.set_epoch()``, or None."""
         return self._set_epoch
 
-    @property
-    def returned(self) -> int:
-        """How many batches were returned in the epoch that the loader is in."""
-        return 0 if self._epoch is None else self._epoch.progress.returned
-
     def note_set_epoch(self, epoch: int) -> None:
         """Note a call of ``loader.set_epoch()``."""
         self._set_epoch = epoch
@@ -107,7 +58,7 @@ class States:
 
     def counted(self, taken: int | None = None) -> State | None:
         """The same as `state`, if nothing but a number has changed since the last one: 1 microsecond."""
-        epoch = self._followed or self._epoch
+        epoch = self.readers.shown
         if epoch is None or epoch.checksum is None:
             return None
         progress = epoch.progress
@@ -138,7 +89,7 @@ class States:
             name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
         self._asked = True
-        epoch = self._followed or self._epoch
+        epoch = self.readers.shown
         if taken and (loaded is not None or epoch is None):
             raise ResumeError(f"there is no state after {taken:,} batches: iter() was not called yet")
         if loaded is not None:
@@ -215,9 +166,10 @@ class States:
         They are known of the epoch in progress, or of a state that was loaded. With persistent workers they
         are known of others, too.
         """
-        if loaded is None and self._epoch is not None:
-            progress = self._epoch.progress
-            persistent, number = bool(self._epoch.settings.persistent_workers), progress.iterator_epoch
+        latest = self.readers.latest
+        if loaded is None and latest is not None:
+            progress = latest.progress
+            persistent, number = bool(latest.settings.persistent_workers), progress.iterator_epoch
             base_seed, of_sampler, told = progress.base_seed, progress.sampler_epoch, progress.set_epoch
         elif loaded is not None and loaded["base_seed"] is not None:
             persistent, number = loaded["persistent_workers"], loaded["iterator_epoch"]
@@ -232,9 +184,10 @@ class States:
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
-        if loaded is not None or self._epoch is None or not self._epoch.progress.taken:
+        latest = self.readers.latest
+        if loaded is not None or latest is None or not latest.progress.taken:
             return self.state(read, loaded)
-        state = self._between_epochs(read(), self._epoch)
+        state = self._between_epochs(read(), latest)
         return compatibility.signed(
             state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
         )
@@ -274,7 +227,7 @@ class States:
         compatibility.check_fit(state, settings)
         if state["stream"]:
             rules_for(settings, dict(state))  # raises where it does not fit
-        self._followed = None
+        self.readers.forget()
         if state["set_epoch"] is not None:
             set_epoch(state["set_epoch"])
         sampler = samplers.sampler_with_epoch(settings.index_sampler)
@@ -302,58 +255,13 @@ class States:
                 torch.set_rng_state(one_pass.global_before)
 
     def _go_on(self, one_pass: Pass, progress: Progress) -> None:
-        if self._epoch is not None:
-            before = self._epoch.progress
+        if self.readers.latest is not None:
+            before = self.readers.latest.progress
             before.note_next(one_pass.before)
             if not before.finished:
                 self._older[before] = before.done
-        followed, epoch = self._followed, Epoch(one_pass.settings, progress)
-        if followed is not None and followed.next is None and not _is_read(followed):
-            self._followed = None
-        if self._epoch is not None:
-            self._epoch.go_on(epoch)
-        self._epoch, self.begun = epoch, True
-        self._here.note(epoch)
-
-    # --- behind a look-ahead
-
-    def expect_reader(self) -> None:
-        """Let a reader that begins in this thread follow the epoch that begins here with it, if one does."""
-        self._here.forget()
-
-    def epoch_of_reader(self) -> Epoch | None:
-        """The epoch that a reader reads which has had its first batch; None if there is none.
-
-        If none has begun in this thread with the reader, another thread reads for it, maybe several epochs
-        ahead. Then it is the one after that which was followed last.
-        """
-        epoch = self._here.get()
-        followed = self._followed
-        if followed is not None:
-            for follower in followed.progress.followers:
-                if follower.thread == threading.get_ident() and epoch is not followed:
-                    follower.end()  # left in the middle, though somebody still holds its iterator
-        if epoch is None:
-            epoch = self._followed = (followed and followed.next) or self._epoch
-        elif followed is None or not _is_read(followed):
-            self._followed = epoch
-        if epoch is not None:
-            self._here.note(epoch)
-        return epoch
-
-    def follow_next(self, epoch: Epoch, follower: Follower) -> tuple[Epoch, Follower]:
-        """Let a reader go on with the epoch after one that it has read."""
-        following = epoch.next
-        if following is None:
-            return epoch, follower
-        epoch.progress.leave(follower)
-        if self._followed is epoch and not epoch.progress.followers:
-            self._followed = following
-        return following, following.progress.follow(follower.reader)
-
-
-def _is_read(epoch: Epoch) -> bool:
-    return any(follower.reads for follower in epoch.progress.followers)
+        self.readers.go_on(Epoch(one_pass.settings, progress))
+        self.begun = True
 
 
 def _sampler_keys(epoch: Epoch, taken: int) -> State:

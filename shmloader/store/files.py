@@ -156,7 +156,10 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
         )
     for kind in (kind for field in fields for kind in types_in(field.type)):
         if isinstance(kind, PythonType) and "python" in kind.parameters:
-            ClassFinder().find(kind)
+            try:
+                ClassFinder().find(kind)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
     if any(find_types(field.type, Links) for field in fields):
         raise ValueError("it has columns that refer to others, which no file has")
 

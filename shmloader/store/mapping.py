@@ -281,31 +281,19 @@ class SetStore(KeyedStore, AbstractSet[Any]):
         """The result type of ``&``, ``|`` and ``-``: sets of the calling process."""
         return set(values)
 
-    def copy(self) -> set[Any]:
-        """A set of the members, in this process's memory."""
-        return set(self)
-
-    def union(self, *others: Iterable[Any]) -> set[Any]:
-        """See ``set.union``."""
-        return set(self).union(*others)
-
-    def intersection(self, *others: Iterable[Any]) -> set[Any]:
-        """See ``set.intersection``."""
-        first, *rest = others or (self,)
-        return {value for value in first if value in self}.intersection(*rest)
-
-    def difference(self, *others: Iterable[Any]) -> set[Any]:
-        """See ``set.difference``."""
-        return set(self).difference(*others)
-
-    def symmetric_difference(self, other: Iterable[Any]) -> set[Any]:
-        """See ``set.symmetric_difference``."""
-        return set(self).symmetric_difference(other)
-
-    def issubset(self, other: Iterable[Any]) -> bool:
-        """See ``set.issubset``."""
-        return set(self).issubset(other)
-
     def issuperset(self, other: Iterable[Any]) -> bool:
         """See ``set.issuperset``."""
         return all(value in self for value in other)
+
+
+def _as_set(name: str) -> Callable[..., Any]:
+    """A method of sets, called on a set of the members."""
+
+    def method(self: SetStore, *others: Iterable[Any]) -> Any:
+        return getattr(set(self), name)(*others)
+
+    return method
+
+
+for _name in ("copy", "union", "intersection", "difference", "symmetric_difference", "issubset"):
+    setattr(SetStore, _name, _as_set(_name))

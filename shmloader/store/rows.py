@@ -22,8 +22,6 @@ from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import ColumnGatherer, tuple_shape
 from shmloader.store.views import DictView, ListView, Pairs
 
-_NOT_ONE_ROW = (slice, str, list, tuple)
-
 
 class RowViews(NamedTuple):
     """Makes views of large containers in rows: over a store of all items, made with the first one."""

@@ -8,6 +8,7 @@ own call is made. It changes nothing but the memory that it was given, so it may
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -25,7 +26,8 @@ from shmloader import torch_private
 LEAST_NBYTES = 64 << 10
 """Smaller results are left to torch: what a placed call takes would be seen."""
 
-_LEAST_PART_NBYTES = 2 << 10  # of a tensor that is joined with others: each is looked at
+_LEAST_PART_NBYTES = 2 << 10  # of the first tensor that is joined with others: each is looked at
+_facts = operator.attrgetter("dtype", "layout", "is_cpu", "requires_grad", "is_nested")
 _NUMBERS = (bool, int, float)
 _KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, classmethod)  # torch's functions
 
@@ -77,18 +79,12 @@ def _are_plain(tensors: Any) -> bool:
     """Whether joining these tensors gives a contiguous tensor of their dtype, without a gradient."""
     if type(tensors) not in (list, tuple) or not tensors or set(map(type, tensors)) != {torch.Tensor}:
         return False
-    dtype = tensors[0].dtype
+    first = tensors[0]
     return (
-        not dtype.is_complex
-        and len(tensors) * tensors[0].nbytes >= LEAST_NBYTES
-        and all(
-            tensor.dtype is dtype
-            and tensor.is_cpu
-            and not tensor.requires_grad
-            and tensor.nbytes >= _LEAST_PART_NBYTES
-            and _is_contiguous(tensor)
-            for tensor in tensors
-        )
+        not first.dtype.is_complex
+        and first.nbytes >= max(_LEAST_PART_NBYTES, LEAST_NBYTES // len(tensors))
+        and set(map(_facts, tensors)) == {(first.dtype, torch.strided, True, False, False)}
+        and all(map(torch.Tensor.is_contiguous, tensors))
     )
 
 

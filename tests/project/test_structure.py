@@ -13,7 +13,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 71
+WRITES = 70
 BATCH_FILES, ITER_FILES = 22, 35
 
 PLANTED = """

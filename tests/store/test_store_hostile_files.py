@@ -61,7 +61,7 @@ def test_classes_are_not_imported_and_none_of_their_code_runs(
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
     for name in ("explosive:Point", "subprocess:Popen", "builtins:type", "os:path", "nowhere", ":"):
         write(tmp_path / "file.arrow", Namedtuples(fields.type, python=name).wrap(fields))
-        with pytest.raises(ValueError, match=r"file\.arrow .*Import it first"):
+        with pytest.raises(ValueError, match=r"file\.arrow: .*Import it first"):
             shmloader.open(tmp_path / "file.arrow")
     numbers = pa.array([0], pa.int8())
     write(tmp_path / "file.arrow", Enums(numbers.type, python="signal:Signals", members=["A"]).wrap(numbers))
@@ -193,7 +193,7 @@ def test_a_module_that_loads_itself_when_used_is_not_loaded(
     spec.loader.exec_module(module)
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
     write(tmp_path / "file.arrow", Namedtuples(fields.type, python="lazy:Point").wrap(fields))
-    with pytest.raises(ValueError, match=r"file\.arrow .*'Point' of the module 'lazy'"):
+    with pytest.raises(ValueError, match=r"file\.arrow: .*of the module .lazy"):
         shmloader.open(tmp_path / "file.arrow")
 
 

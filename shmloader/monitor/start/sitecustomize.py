@@ -48,7 +48,7 @@ def _wrap(loader_class: Any) -> None:
     @functools.wraps(torchs_iter)
     def __iter__(loader: Any) -> Any:  # noqa: N807
         begin: Any = None
-        with contextlib.suppress(ImportError):  # without shmloader the command says that nothing was reported
+        with contextlib.suppress(Exception):  # without shmloader the command says that nothing was reported
             from shmloader.monitor.inside import begin
         # Not while an exception is handled: forked workers would inherit that as the context of theirs.
         return torchs_iter(loader) if begin is None else begin(loader, torchs_iter)
