@@ -146,13 +146,14 @@ class BatchTimes(NamedTuple):
         fetch_s: Seconds that it fetched samples; with `collate_s` in it if rows were gathered.
         collate_s: Seconds in ``collate_fn``.
         write_s: Seconds that it encoded the batch: copies of leaves into the slot, pickling of the rest.
-        cpu_s: Seconds of processor time of the worker since it last told them; 0 if that was just before.
-        delay_s: Seconds since then in which it was ready to run and had no core.
+        cpu_s: Seconds of processor time of the worker.
+        delay_s: Seconds in which it was ready to run and had no core.
         slowest_s: Seconds of the slowest `slowest_count` samples that were fetched together; 0 if unknown.
         slowest_begin: The place of the first of them in the index batch.
         slowest_count: Their number, mostly 1.
         copied_nbytes: Bytes of leaves that were copied into the slot.
-        header_nbytes: Bytes of the header.
+        header_nbytes: Bytes of the header. Both are at most 4 GiB.
+        batches: Batches that it stands for: itself, and quicker ones before it that were not measured.
     """
 
     seq: int
@@ -168,6 +169,7 @@ class BatchTimes(NamedTuple):
     slowest_count: int
     copied_nbytes: int
     header_nbytes: int
+    batches: int
 
 
 Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes
@@ -176,7 +178,7 @@ pack_published = _packs(_answers, Published, "QQQQQQB", ANSWER_NBYTES)
 pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
-pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHQI", ANSWER_NBYTES)
+pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHIII", ANSWER_NBYTES)
 
 
 PUBLISHED = 1
