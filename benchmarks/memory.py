@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import machine, memory_cgroup
 from benchmarks.fresh_process import FreshProcess, MeasurementFailedError
-from benchmarks.memory_datasets import CONTESTANTS, available
+from benchmarks.memory_datasets import CONTESTANTS, SHAPES, available
 from benchmarks.memory_process import Spec
 from benchmarks.memory_samples import MemorySample, sample_until_exit
 from benchmarks.options import NOT_WRITTEN, whole_number
@@ -28,6 +30,7 @@ LEAST_ROWS = 10_000
 """Fewer rows take less memory than a process takes and frees by itself."""
 
 MOST_GROWTH, MOST_PSS, MOST_MESSAGE_NBYTES, MOST_SLOWDOWN = 0.01, 1.15, 64_000, 1.20
+MOST_LATER_S = 1.0
 MB = 1e6
 
 
@@ -41,7 +44,7 @@ def run(spec: Spec, cgroup: Path | None = None) -> tuple[dict[str, Any], list[Me
     what = f"{spec.kind}, {spec.contestant}"
     with FreshProcess(what, "benchmarks.memory_process", json.dumps(asdict(spec)), setup=setup) as fresh:
         # Reading the sizes of 1 GB of mapped pages keeps a core busy, which the timed processes then lack.
-        memory = [] if spec.kind == "spawn" else sample_until_exit(fresh.process, 0.1)
+        memory = [] if spec.kind in {"spawn", "first"} else sample_until_exit(fresh.process, 0.1)
         figures = fresh.answer()
         fresh.finish()
     return figures, memory
@@ -64,7 +67,7 @@ def compare_growth(arguments: argparse.Namespace, report: dict[str, Any]) -> lis
     lines: dict[str, list[MemorySample]] = {}
     for rows in arguments.rows:
         list_nbytes = size_of_list(rows)
-        for name in arguments.contestant:
+        for name in arguments.forked:
             say(f"growth, {name}, {rows:,} rows")
             spec = Spec("growth", name, rows, arguments.workers, epochs=2)
             try:
@@ -114,15 +117,15 @@ def draw(arguments: argparse.Namespace, lines: dict[str, list[MemorySample]]) ->
 
 
 def compare_ranks(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
-    """Compares the memory of two ranks with two workers each."""
+    """Compares the memory of ranks with two workers each."""
     rows = arguments.rows[-1]
     table = [["samples", "processes", "summed PSS, MB", "without data, MB", "store, MB"]]
     verdicts = []
     needed: dict[str, int] = {}
-    baselines = [CONTESTANTS[name].baseline for name in arguments.contestant]
-    for name in dict.fromkeys([*baselines, *arguments.contestant]):
+    baselines = [CONTESTANTS[name].baseline for name in arguments.forked]
+    for name in dict.fromkeys([*baselines, *arguments.forked]):
         say(f"ranks, {name}, {rows:,} rows")
-        spec = Spec("ranks", name, rows, workers=2, ranks=2)
+        spec = Spec("ranks", name, rows, workers=2, ranks=arguments.ranks)
         figures, _ = run(spec)
         report["ranks"].append({**asdict(spec), **figures})
         pss, store = figures["pss_nbytes"], figures["store_nbytes"]
@@ -139,8 +142,10 @@ def compare_ranks(arguments: argparse.Namespace, report: dict[str, Any]) -> list
         if CONTESTANTS[name].subject:
             ratio = (pss - without) / store
             target = f"summed PSS at most {MOST_PSS:g} x the store, plus what is needed without data"
-            verdicts.append(Verdict("2 ranks x 2 workers", target, f"{ratio:.2f} x", ratio <= MOST_PSS))
-    print("\n2 ranks x 2 workers, after an epoch; without the pages of program files\n")
+            verdicts.append(
+                Verdict(f"{arguments.ranks} ranks x 2 workers", target, f"{ratio:.2f} x", ratio <= MOST_PSS)
+            )
+    print(f"\n{arguments.ranks} ranks x 2 workers, after an epoch; without the pages of program files\n")
     print(render_table(table, texts=1))
     return verdicts
 
@@ -177,6 +182,66 @@ def compare_spawn(arguments: argparse.Namespace, report: dict[str, Any]) -> list
     return verdicts
 
 
+def compare_shapes(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
+    """Compares all ways to keep records of several shapes, by start method and number of workers."""
+    table = [
+        [
+            "records",
+            "samples",
+            "workers",
+            "a worker's private MB",
+            "PSS of all, MB",
+            "build s",
+            "first batch s",
+        ]
+    ]
+    for shape in arguments.shape:
+        for method in arguments.method:
+            for workers in arguments.shape_workers:
+                names = [name for name in arguments.contestant if shape in CONTESTANTS[name].shapes]
+                for name in dict.fromkeys(["torch, nothing", *names]):
+                    if (method == "fork" and not CONTESTANTS[name].forks) or (
+                        not workers and method != "fork"
+                    ):
+                        continue
+                    say(f"{shape}, {name}, {workers} workers, {method}")
+                    spec = Spec("epochs", name, arguments.shape_rows, workers, 2, shape=shape, method=method)
+                    figures, _ = run(spec)
+                    report["shapes"].append({**asdict(spec), **figures})
+                    how = f"{workers} {method}" if workers else "none"
+                    private, pss = figures["worker_private_nbytes"], figures["pss_nbytes"]
+                    times = [f"{figures[key]:.2f}" for key in ("build_s", "first_batch_s")]
+                    table.append([shape, name, how, megabytes(private), megabytes(pss), *times])
+    print(f"\n{arguments.shape_rows:,} records, two random epochs; PSS without pages of program files\n")
+    print(render_table(table, texts=3))
+    return []
+
+
+def compare_first_batches(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
+    """Compares the time to the first batch of many workers with that of a loader without data."""
+    table = [["start method", "samples", "first batch, s", "least", "most"]]
+    verdicts = []
+    rows, workers = arguments.paths, arguments.start_workers
+    for method in [method for method in arguments.method if method != "fork"]:
+        seconds: dict[str, list[float]] = {"shmloader, nothing": [], "shmloader, share(list)": []}
+        for _ in range(arguments.repeats):
+            for name, times in seconds.items():
+                say(f"first batch, {name}, {workers} workers, {method}")
+                spec = Spec("first", name, rows, workers, method=method)
+                figures, _ = run(spec)
+                report["start"].append({**asdict(spec), **figures})
+                times.append(figures["first_batch_s"])
+        for name, times in seconds.items():
+            table.append([method, name, *(f"{how(times):.2f}" for how in (median, min, max))])
+        without, shared = (median(times) for times in seconds.values())
+        target = f"first batch under {MOST_LATER_S:g} s later than without data"
+        later = shared - without
+        verdicts.append(Verdict(f"{method}, {rows:,} paths", target, f"{later:+.2f} s", later < MOST_LATER_S))
+    print(f"\n{rows:,} paths, {workers} workers; medians of {arguments.repeats}\n")
+    print(render_table(table, texts=2))
+    return verdicts
+
+
 def compare_limited(arguments: argparse.Namespace, report: dict[str, Any]) -> list[Verdict]:
     """Runs all under a memory cgroup limit in which the list's copies in the workers do not fit."""
     rows = arguments.rows[-1]
@@ -186,7 +251,7 @@ def compare_limited(arguments: argparse.Namespace, report: dict[str, Any]) -> li
         return skip_limited(error, report)
     table = [["samples", "rows", "limit, MB", "result", "killed processes"]]
     verdicts = []
-    for name in arguments.contestant:
+    for name in arguments.forked:
         say(f"under a limit of {megabytes(limit)} MB, {name}")
         try:
             with memory_cgroup.limited(limit) as folder:
@@ -234,6 +299,8 @@ PARTS: dict[str, Callable[[argparse.Namespace, dict[str, Any]], list[Verdict]]] 
     "growth": compare_growth,
     "ranks": compare_ranks,
     "spawn": compare_spawn,
+    "shapes": compare_shapes,
+    "start": compare_first_batches,
     "limited": compare_limited,
 }
 
@@ -263,6 +330,20 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
         help="also run under a memory cgroup limit; without BYTES what the processes need without data, "
         "and one and a half times the list",
     )
+    add("--shape", action="append", choices=list(SHAPES), help="of records; may be repeated (default all)")
+    methods = multiprocessing.get_all_start_methods()
+    add(
+        "--method",
+        action="append",
+        choices=methods,
+        help="for shapes and start; may be repeated (default all)",
+    )
+    add("--shape-rows", type=count, default=100_000, help="records of the shapes (default 100,000)")
+    number = whole_number(0)
+    add("--shape-workers", type=number, action="append", help="0 and more; may be repeated (default 2)")
+    add("--ranks", type=count, default=2, help="ranks with two workers each (default 2)")
+    add("--paths", type=count, default=1_000_000, help="records of the start part (default 1,000,000)")
+    add("--start-workers", type=count, default=8, help="workers of the start part (default 8)")
     add("--quick", action="store_true", help="few records: a smoke test, its figures mean nothing")
     add("--json", type=result_file, metavar="PATH", help="write everything here")
     add(
@@ -280,10 +361,15 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
             parser.error(f"argument --picture: {error}")
     if arguments.quick:
         arguments.rows, arguments.blocks, arguments.repeats = arguments.rows or [20_000], 10_000, 1
+        arguments.shape_rows, arguments.paths, arguments.start_workers = 2_000, 2_000, 2
     arguments.rows = sorted(arguments.rows or [500_000, 2_000_000])
     # In the order of the table, not of the command line.
     arguments.contestant = [name for name in available() if name in (arguments.contestant or available())]
-    arguments.part = arguments.part or [name for name in PARTS if name != "limited"]
+    arguments.forked = [name for name in arguments.contestant if CONTESTANTS[name].forks]
+    arguments.part = arguments.part or [name for name in PARTS if name not in {"limited", "shapes", "start"}]
+    arguments.shape = arguments.shape or list(SHAPES)
+    arguments.method = arguments.method or methods
+    arguments.shape_workers = arguments.shape_workers or [2]
     if arguments.cgroup_limit is not None and "limited" not in arguments.part:
         arguments.part.append("limited")
     return arguments

@@ -20,6 +20,7 @@ import torch.utils.data
 from benchmarks.fresh_process import ROOT
 from benchmarks.memory_datasets import Rows, records
 from benchmarks.options import whole_number
+from benchmarks.result_files import result_file
 from benchmarks.tables import render_table
 from benchmarks.verdicts import Verdict, render_verdicts
 
@@ -73,7 +74,9 @@ def measure(method: str, arguments: argparse.Namespace) -> Outcome:
     program = [method, str(arguments.rows), str(arguments.workers), str(arguments.seconds)]
     command = subprocess.Popen(
         [
-            *(sys.executable, "-m", "shmloader", "memory", "--"),
+            *(sys.executable, "-m", "shmloader", "memory"),
+            *(["--picture", str(arguments.picture)] if arguments.picture else []),
+            "--",
             *(sys.executable, "-m", "benchmarks.memory_command", "--program", *program),
         ],
         cwd=ROOT,
@@ -107,6 +110,8 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=count, default=40, help="the program loads so long (default 40)")
     methods = multiprocessing.get_all_start_methods()
     parser.add_argument("--method", action="append", choices=methods, help="only this start method")
+    picture = "draw the memory of the last run's program over time (needs matplotlib)"
+    parser.add_argument("--picture", type=result_file, metavar="PNG", help=picture)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--program", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args(command_line)

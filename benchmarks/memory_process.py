@@ -38,8 +38,9 @@ CONTEXT = multiprocessing.get_context("fork")
 class Spec:
     """One measurement.
 
-    `kind` is size, growth, ranks, rank (one of the ranks) or spawn. `rows` are records, or with spawn KB of
-    data. `name` is the name under which the ranks share.
+    `kind` is size, growth, ranks, rank (one of the ranks), spawn or epochs. `rows` are records, or with spawn
+    KB of data. `name` is the name under which the ranks share. Only epochs have a `shape` and a `method`, in
+    which workers start.
     """
 
     kind: str
@@ -49,6 +50,8 @@ class Spec:
     epochs: int = 1
     ranks: int = 1
     name: str = ""
+    shape: str = "paths"
+    method: str = "fork"
 
 
 def make_loader(spec: Spec, dataset: Any, **arguments: Any) -> Any:
@@ -62,7 +65,7 @@ def make_loader(spec: Spec, dataset: Any, **arguments: Any) -> Any:
         batch_size=BATCH_SIZE,
         shuffle=True,
         num_workers=spec.workers,
-        persistent_workers=True,
+        persistent_workers=spec.workers > 0,
         **arguments,
     )
 
@@ -229,7 +232,58 @@ def measure_spawn(spec: Spec) -> dict[str, Any]:
     return {"first_batch_s": first_batch_s, "message_nbytes": dump.of_workers()}
 
 
-KINDS = {"size": measure_size, "growth": measure_growth, "ranks": measure_ranks, "spawn": measure_spawn}
+def measure_epochs(spec: Spec) -> dict[str, Any]:
+    """Measures the time to the first batch, and each process's memory after all epochs."""
+    began_s = time.monotonic()
+    samples = CONTESTANTS[spec.contestant].make(spec.rows, spec.shape)
+    built_s = time.monotonic() - began_s
+    wanted = expected_sum(spec.rows, spec.shape)
+    context = spec.method if spec.workers else None
+    loader = make_loader(spec, Rows(samples), multiprocessing_context=context)
+    began_s = time.monotonic()
+    first_batch_s = 0.0
+    for _ in range(spec.epochs):
+        total = 0
+        for batch in loader:
+            first_batch_s = first_batch_s or time.monotonic() - began_s
+            total += int(batch.sum())
+        if total != wanted:
+            raise AssertionError(f"{spec.contestant}, {spec.shape}: the samples add up to {total}")
+    seconds = time.monotonic() - began_s - first_batch_s
+    me = psutil.Process()
+    workers = [read_memory(child.pid) for child in me.children(recursive=True)]
+    private = sorted(one.get("Private_Dirty", 0) for one in workers)
+    return {
+        "build_s": built_s,
+        "first_batch_s": first_batch_s,
+        "samples_per_s": spec.epochs * spec.rows / seconds if spec.epochs else 0.0,
+        "worker_private_nbytes": private[-1] if private else 0,
+        "pss_nbytes": sum(
+            one.get("Pss", 0) - one.get("Pss_File", 0) for one in [*workers, read_memory(me.pid)]
+        ),
+    }
+
+
+def measure_first_batch(spec: Spec) -> dict[str, Any]:
+    """Measures the time from `iter(loader)` to the first batch, in a process that has not loaded before."""
+    samples = CONTESTANTS[spec.contestant].make(spec.rows)
+    loader = make_loader(spec, Rows(samples), multiprocessing_context=spec.method)
+    began_s = time.monotonic()
+    batches = iter(loader)
+    next(batches)
+    first_batch_s = time.monotonic() - began_s
+    del batches, loader
+    return {"first_batch_s": first_batch_s}
+
+
+KINDS = {
+    "epochs": measure_epochs,
+    "first": measure_first_batch,
+    "size": measure_size,
+    "growth": measure_growth,
+    "ranks": measure_ranks,
+    "spawn": measure_spawn,
+}
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ from benchmarks.result_files import noted, result_file, write_json
 from benchmarks.tables import or_empty, render_table
 
 WORKERS = (1, 2, 4, 8, 15)
-WORKLOADS = ("images", "rows", "png")
+OWN_COLLATE = ("own-stack", "own-boxes", "own-zeros", "own-padded", "own-whole", "own-encoded")
+WORKLOADS = ("images", "rows", "png", *OWN_COLLATE)
 LOADERS = ("shmloader", "torch-*", "spdl-arena", "seqtools")
 
 Rates = dict[str, dict[str, dict[int, float]]]  # samples per second by workload, loader and workers
@@ -72,14 +73,15 @@ def table(rates: Rates, workers: Sequence[int], usable: int) -> str:
 
 
 def draw(path: Path, rates: Rates) -> None:
-    """Draws the rates over the workers, one field for each workload."""
+    """Draws the rates over the workers, one field for each workload, three in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.5 * len(rates), 4), layout="constrained")
+    columns, rows = min(3, len(rates)), -(-len(rates) // 3)
+    figure = Figure(figsize=(4.5 * columns, 4 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     for place, (workload, loaders) in enumerate(rates.items()):
-        axes = figure.add_subplot(1, len(rates), place + 1, title=workload, xlabel="workers")
+        axes = figure.add_subplot(rows, columns, place + 1, title=workload, xlabel="workers")
         for name, found in loaders.items():
             style = "--" if name == "limit" else "-"
             axes.plot(list(found), list(found.values()), style, marker="o", label=name)

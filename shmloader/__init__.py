@@ -8,6 +8,7 @@ Importing it starts no thread and no process and takes no shared memory.
 import os
 
 from shmloader.errors import (
+    ArchiveError,
     BadSampleWarning,
     LoaderClosed,
     LoaderError,
@@ -23,15 +24,19 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.frameworks import install, uninstall
+from shmloader.indices.mixture import Mixture
+from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
 from shmloader.loading import set_epoch
+from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
 from shmloader.store import share, unshare
 from shmloader.store.host import share_on_host
+from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
 
 if os.environ.get("SHMLOADER_PROFILE"):
@@ -42,6 +47,7 @@ if os.environ.get("SHMLOADER_PROFILE"):
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArchiveError",
     "AutotuneReport",
     "BadSample",
     "BadSampleWarning",
@@ -49,6 +55,8 @@ __all__ = [
     "LoaderClosed",
     "LoaderError",
     "LoaderStatistics",
+    "Mixture",
+    "MixtureSampler",
     "NoGoodSample",
     "NotSharedWarning",
     "ResumeError",
@@ -57,6 +65,7 @@ __all__ = [
     "SharedMemoryExhausted",
     "SlotCorrupted",
     "SpillWarning",
+    "TarDataset",
     "TokenBatchSampler",
     "WorkerDied",
     "WorkerStartError",
@@ -68,6 +77,7 @@ __all__ = [
     "set_epoch",
     "share",
     "share_on_host",
+    "skip_batches",
     "uninstall",
     "unshare",
     "why_per_sample",

@@ -91,6 +91,10 @@ class NoGoodSample(LoaderError):
     """Too many samples or batches in a row were bad, with ``on_error``; maybe all further ones are, too."""
 
 
+class ArchiveError(ValueError):
+    """An archive of a `TarDataset` is damaged, or not as the dataset needs it; names archive and offset."""
+
+
 class ShareTimeout(LoaderError, TimeoutError):
     """The process that builds an object for all ranks of a host was not done in time."""
 

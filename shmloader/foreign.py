@@ -6,6 +6,7 @@ asked for their real type, and none of their code runs.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -39,24 +40,14 @@ def _is_one(value: Any, names: _Names) -> bool:
     return issubclass(type(value), loaded_classes(names))
 
 
-def is_arrow(value: Any) -> bool:
-    """Whether a value is Arrow data: a table, a batch or a column."""
-    return _is_one(value, ARROW)
-
-
-def is_pandas(value: Any) -> bool:
-    """Whether a value is a pandas Series or DataFrame."""
-    return _is_one(value, PANDAS_ROWS)
-
-
-def is_pandas_part(value: Any) -> bool:
-    """Whether a value is a pandas object of any kind, an index or an array too."""
-    return _is_one(value, PANDAS)
-
-
-def is_hugging_face(value: Any) -> bool:
-    """Whether a value is a dataset of Hugging Face's ``datasets``."""
-    return _is_one(value, _HUGGING_FACE)
+is_arrow = functools.partial(_is_one, names=ARROW)
+"""Whether a value is Arrow data: a table, a batch or a column."""
+is_pandas = functools.partial(_is_one, names=PANDAS_ROWS)
+"""Whether a value is a pandas Series or DataFrame."""
+is_pandas_part = functools.partial(_is_one, names=PANDAS)
+"""Whether a value is a pandas object of any kind, an index or an array too."""
+is_hugging_face = functools.partial(_is_one, names=_HUGGING_FACE)
+"""Whether a value is a dataset of Hugging Face's ``datasets``."""
 
 
 def is_table_in_memory(value: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import warn_once
-from shmloader.torch_fallback import options_asked_for
+from shmloader.settings import options_asked_for
 
 
 def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from threading import current_thread, main_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -212,8 +212,9 @@ class SlotIterator(torch_private.OwnOrder):
     def __next__(self) -> Any:
         lifecycle, progress = self._lifecycle, None
         try:
-            if not lifecycle.enter():
-                self._abandon()
+            if not lifecycle.enter():  # an exception came between two lines, and may have lost batches
+                self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
+                self._check_open()
             self._progress.keep()
             progress = self._progress
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
@@ -272,7 +273,7 @@ class SlotIterator(torch_private.OwnOrder):
             if batch is not LEFT_OUT:
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
-                self._counters.last_next_ns = time.perf_counter_ns()
+                self._counters.note_return()
                 if recorder is not None:
                     recorder.end_next(self._counters.wait_for_workers_ns, table.kept)
                 return batch
@@ -283,9 +284,8 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
-            processes, batch_nbytes = self._all_workers.processes, self._counters.largest_batch_nbytes
             if self._copies is not None:
-                self._copies.measure(processes, batch_nbytes)
+                self._copies.measure(self._all_workers.processes, self._counters.largest_batch_nbytes)
             self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
@@ -333,7 +333,7 @@ class SlotIterator(torch_private.OwnOrder):
                 told, report = batch, batch.stream
                 batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
                 if told.error:
-                    self._counters.note_failure()
+                    self._counters.add(failures=1)
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
                     self._pass_over(position, worker_id, report)
@@ -346,7 +346,6 @@ class SlotIterator(torch_private.OwnOrder):
                 self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
-        self._counters.batches += 1
         if self._stream is None:
             self._progress.take(position)
         else:
@@ -374,12 +373,6 @@ class SlotIterator(torch_private.OwnOrder):
             raise
 
     # --- the end
-
-    def _abandon(self) -> NoReturn:
-        """Close after an exception that came between two lines, and may have lost batches."""
-        self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
-        self._check_open()
-        raise AssertionError
 
     def _check_open(self) -> None:
         if not self._all_workers.workers:

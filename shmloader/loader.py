@@ -71,11 +71,6 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     memory back.
 
     Args:
-        dataset: Map-style or iterable-style dataset.
-        batch_size: Samples per batch, or None to load samples one by one.
-        shuffle: Whether to reshuffle at every epoch.
-        sampler: Draws indices; may be infinite.
-        batch_sampler: Draws lists of indices.
         num_workers: Worker processes; 0 loads in the main process. ``"auto"`` begins with one and adds
             workers while the program waits for busy ones, at most one for each usable core, in the first 200
             batches. The attribute is the number now; ``statistics().autotune`` says why. It implies
@@ -85,18 +80,12 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         pin_memory: Return tensors in page-locked memory, if there is an accelerator. With CUDA the slots
             themselves are page-locked, and none is written again before the device has done what was queued
             when the program dropped its batch. See docs/gpu.md.
-        drop_last: Leave out the last, incomplete batch.
         timeout: Most seconds to wait for any worker to finish a batch; 0 waits as long as workers live.
             Choose it larger than the time of the slowest batch.
-        worker_init_fn: Called in each worker with its id, after seeding.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"`` or a context object; None for
             the platform's default.
-        generator: Source of shuffling and of the workers' base seed.
         prefetch_factor: Batches made in advance per worker; 2 if None and there are workers. ``"auto"``
             begins with 2 and takes more, up to 16, if the program waits although the workers have time.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory_device: Deprecated in torch; kept for its signature.
-        in_order: Return batches in the sampler's order; else as they arrive.
         memory_budget_nbytes: Most bytes that the slots of one iterator may take together; at least a page for
             each of ``prefetch_factor * num_workers + 2`` slots (less counts as that). If it is too small for
             that many batches, fewer are made in advance; batches that still do not fit are copied to private
@@ -315,6 +304,31 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             ResumeError: From its ``next()``, if the items are not of this loader, which has begun no epoch.
         """
         return loading_of(self).follow(batches)
+
+    @never_compiled
+    def batch(self, epoch: int, number: int) -> _T_co:
+        """The batch that this rank has in a step of an epoch, made again in this process, for debugging.
+
+        Iterators, the samplers, the workers and the program's random generators stay as they are. The order
+        must follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
+        torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
+        and batch size, or of the resumed rest of the epoch in progress.
+
+        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for the
+        epoch in progress or of a state that was loaded before; with ``persistent_workers`` also for other
+        epochs. Without it, it is drawn from the program's generators as they are, which no worker had. What
+        ``worker_init_fn`` or ``get_worker_info()`` change in a dataset is not there.
+
+        Args:
+            epoch: The number that the program passes to `set_epoch`.
+            number: The step, from 0 on.
+
+        Raises:
+            ResumeError: If the order or the seeds cannot be known, with the reason.
+            IndexError: If the epoch has no such batch.
+        """
+        batch: _T_co = loading_of(self).batch(epoch, number)
+        return batch
 
     @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from shmloader.errors import LoaderClosed, ResumeError, warn
+from shmloader.errors import LoaderClosed, ResumeError, warn, warn_once
 from shmloader.failures.bad_samples import warn_of_bad_samples
 from shmloader.in_process import InProcessIterator
 from shmloader.indices.samplers import with_inner
 from shmloader.iterator import SlotIterator
+from shmloader.memory import why_unavailable
 from shmloader.memory.limits import ProcessorUse, cores, processor_use
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
-from shmloader.settings import THREAD, Settings
+from shmloader.settings import AUTO, THREAD, Settings, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_fallback import check_resumable, must_load_as_torch
-from shmloader.torch_private import drop_iterator, iterator_of
+from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _LOADED = "_shmloader_loaded_state"
 """The attribute for a loaded state, from which the loader will continue. A copy of the loader has it, too."""
+
+_SLOTS = "loading through shared-memory slots"
 
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
 """Loaders that were given a state."""
@@ -101,7 +103,7 @@ class Loading:
             LoaderClosed: If the loader is closed while its workers are being started.
         """
         self.owners, loader = None, self.loader()
-        if must_load_as_torch(loader):
+        if _must_load_as_torch(loader):
             self.counters.torchs_way = True
             return None
         closes, loaded = self.closes, _loaded_state(loader)
@@ -198,7 +200,7 @@ class Loading:
         """What a look-ahead gives, followed by the loader's state; see `DataLoader.follow`."""
         from shmloader.resume.following import Followed
 
-        return Followed(self.states, batches, self.explain_reader)
+        return Followed(self.states.readers, batches, self.explain_reader)
 
     def explain_reader(self) -> None:
         """Raise the error for a reader that has got no batch of this loader; torch's way has no states."""
@@ -213,6 +215,15 @@ class Loading:
         """See `States.state_after_epoch`."""
         loader = self.loader()
         return self.states.state_after_epoch(lambda: Settings.of(loader), _loaded_state(loader), epoch)
+
+    def batch(self, epoch: int, number: int) -> Any:
+        """A batch by its number; see `DataLoader.batch`."""
+        from shmloader.one_batch import batch_of
+
+        loader = self.loader()
+        loaded = _loaded_state(loader)
+        seeds = self.states.seeds_of(epoch, loaded)
+        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.set_epoch, loaded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
@@ -252,6 +263,42 @@ class Loading:
         from shmloader.profiling import Profile
 
         return Profile(self.counters, self.statistics, self.pids, every_s, tell)
+
+
+def _why_as_torch(dataset: object, num_workers: int) -> str:
+    """The sentence that tells why a loader has to load as torch's own does; "" if it need not."""
+    if (lack := why_missing(dataset)) is not None:
+        return unavailable(_SLOTS, lack)
+    if num_workers and (lack := why_unavailable()) is not None:
+        return f"shmloader: {_SLOTS} is not available on this platform: {lack}."
+    return ""
+
+
+def _must_load_as_torch(loader: Any) -> bool:
+    """Whether a loader has to leave its batches to torch's own iterator; warns once of what is lost by it.
+
+    Raises:
+        NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
+    """
+    why = _why_as_torch(loader.dataset, loader.num_workers)
+    if not why:
+        return False
+    text = f"{why} The loader loads as torch's DataLoader does, and the batches are the same."
+    if loader.shard == AUTO:
+        raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
+    if ignored := options_asked_for(loader):
+        text += f" Without effect: {', '.join(ignored)}."
+    warn_once(text)
+    return True
+
+
+def check_resumable(dataset: object, num_workers: int) -> None:
+    """Raise a `ResumeError` if a loader of this dataset with so many workers has no states."""
+    if why := _why_as_torch(dataset, num_workers):
+        raise ResumeError(
+            f"torch's own iterator loads here, which does not record how far the program has come. {why} "
+            "With num_workers=0 and a torch that shmloader knows there is a state."
+        )
 
 
 def _delivered(loader: Any, iterator: Any) -> Any:

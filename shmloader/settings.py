@@ -77,12 +77,6 @@ class Settings:
 
     They are read anew for each pass, as frameworks set some attributes late, and options of torch's class
     come and go with ``install()``.
-
-    Attributes:
-        num_workers: Worker processes or threads now.
-        prefetch_factor: Batches in advance per worker; 0 without workers.
-        dispatch: Also ``"dynamic"`` for ``num_workers="auto"``.
-        device: As given; `target` is the accelerator.
     """
 
     dataset: Any
@@ -91,15 +85,15 @@ class Settings:
     batch_size: Any
     drop_last: bool
     collate_fn: Any
-    num_workers: int
-    prefetch_factor: int
+    num_workers: int  # now
+    prefetch_factor: int  # now; 0 without workers
     in_order: bool
     persistent_workers: bool
     timeout: float
     worker_init_fn: Any
     multiprocessing_context: Any
     generator: torch.Generator | None
-    device: torch.device | None
+    device: torch.device | None  # as given; `target` is the accelerator
     # Options that torch's loader lacks, with the values that turn them off:
     memory_budget_nbytes: int | None = None
     worker_restarts: int = 0
@@ -203,6 +197,14 @@ def option_in_effect(name: str, value: Any) -> Any:
     """An option's value; the default for one of a subclass that means something else by an option's name."""
     words = _WORDS.get(name)
     return OWN_DEFAULTS[name] if words and not (isinstance(value, str) and value in words) else value
+
+
+def options_asked_for(loader: Any) -> list[str]:
+    """The options in use that torch's loader lacks, as ``name=value``."""
+    counts = {name: getattr(loader, name) for name in ("num_workers", "prefetch_factor")}
+    own = {name: getattr(loader, name) for name in OWN_DEFAULTS}
+    automatic = [f"{name}='auto' (it is {n})" for name, n in counts.items() if isinstance(n, AutoCount)]
+    return automatic + [f"{name}={value!r}" for name, value in own.items() if value != OWN_DEFAULTS[name]]
 
 
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:

@@ -17,21 +17,13 @@ _Counts = TypeVar("_Counts")
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that raised and that the loader left out or replaced (``on_error``).
+    """A sample that raised and that the loader left out or replaced (``on_error``)."""
 
-    Attributes:
-        index: Its index; for an iterable-style dataset, its position in its worker's stream in this epoch.
-        error: Name of the exception's type.
-        message: The exception's text, cut at 500 characters.
-        of_stream: Whether the dataset is iterable-style.
-        worker_id: Whose stream it is; None for a map-style dataset and for ``num_workers=0``.
-    """
-
-    index: object
-    error: str
-    message: str
-    of_stream: bool = False
-    worker_id: int | None = None
+    index: object  # for an iterable-style dataset its position in its worker's stream, in this epoch
+    error: str  # name of the exception's type
+    message: str  # its text, cut at 500 characters
+    of_stream: bool = False  # the dataset is iterable-style
+    worker_id: int | None = None  # whose stream it is; None if map-style, and for ``num_workers=0``
 
     def __str__(self) -> str:
         whose = "the" if self.worker_id is None else f"worker {self.worker_id}'s"
@@ -42,19 +34,12 @@ class BadSample:
 
 @dataclass(frozen=True)
 class PlacedSite:
-    """A call of torch's in the program's code that makes a part of the batch (``place_results``).
+    """A call of torch's in the program's code that makes a part of the batch (``place_results``)."""
 
-    Attributes:
-        call: Its name, ``torch.stack``, say.
-        where: The file, the line and the function that call it.
-        placed: Whether its results are made in the slot.
-        why: The reason why they are not.
-    """
-
-    call: str
-    where: str
-    placed: bool
-    why: str = ""
+    call: str  # its name, ``torch.stack``, say
+    where: str  # the file, the line and the function that call it
+    placed: bool  # its results are made in the slot
+    why: str = ""  # they are not
 
     def __str__(self) -> str:
         return f"{self.call} at {self.where}: {'made in the slot' if self.placed else f'copied, {self.why}'}"
@@ -62,22 +47,13 @@ class PlacedSite:
 
 @dataclass(frozen=True)
 class AutotuneReport:
-    """The choice of a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"``.
+    """The choice of a loader with ``num_workers="auto"`` or ``prefetch_factor="auto"``."""
 
-    Attributes:
-        num_workers: Workers now: those that are at work or are being started.
-        prefetch_factor: Batches made in advance per worker now.
-        settled: Whether the choice is made: from then on it changes only if batches become so large that the
-            memory budget asks for fewer.
-        batches: Batches returned until the choice was made, or so far; at most 200.
-        why: The reasons, with what was measured, for people.
-    """
-
-    num_workers: int
-    prefetch_factor: int
-    settled: bool
-    batches: int
-    why: str
+    num_workers: int  # now: those that are at work or are being started
+    prefetch_factor: int  # now
+    settled: bool  # it changes only if batches become so large that the memory budget asks for fewer
+    batches: int  # returned until the choice was made, or so far; at most 200
+    why: str  # the reasons, with what was measured, for people
 
 
 @dataclass(frozen=True)
@@ -86,100 +62,48 @@ class LoaderStatistics:
 
     Counters run from the loader's creation over all its epochs; slots and bytes are those of its live
     iterators at the moment of the call. With ``num_workers=0`` there are no slots and no waiting. ``print()``
-    shows a table and says whether the workers or the loop are the bottleneck.
-
-    Attributes:
-        slots_free: Slots that hold nothing.
-        slots_granted: Slots that a worker is writing or is about to write.
-        slots_published: Slots with a batch that ``next()`` has not returned yet.
-        slots_leased: Slots with a batch that the program still holds, in whatever form.
-        slots_guarded: Slots whose batch the program has dropped, and that an accelerator may still read.
-        reserved_nbytes: Bytes of shared memory reserved for slots.
-        used_nbytes: Bytes of the batches in published and leased slots.
-        largest_batch_nbytes: Bytes of the largest batch so far, header included.
-        batches: Batches returned.
-        failures: Exceptions of workers that were raised in place of a batch.
-        spills: Batches moved to private memory: larger than a slot may be, or kept by the program beyond
-            the memory budget or the number of slots.
-        spilled_nbytes: Their bytes.
-        detached: Batches whose memory a worker kept (a ``collate_fn`` that keeps its results, say), which
-            costs the worker a private copy.
-        pin_copies: Batches copied into pinned memory.
-        bad_samples: Samples that raised and were left out or replaced (``on_error``), in batches that were
-            returned, left out, or raised something else.
-        bad_sample_list: The first 1,000 of them, in the order of their batches.
-        batches_left_out: Batches that had no good sample.
-        batches_one_by_one: Batches whose samples were fetched one by one because ``__getitems__`` raised.
-        oldest_leases: With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest: number,
-            slot, seconds, and the type, shape and dtype of their leaves.
-        worker_restarts: Workers that died or did not answer and were replaced.
-        tasks_ahead: Tasks that were sent beyond ``prefetch_factor * num_workers`` outstanding ones, because a
-            slow batch held the other workers up (``dispatch="dynamic"``).
-        epochs_prefetched: Epochs that began with batches that were made early (``prefetch_epochs``).
-        epochs_in_vain: Epochs whose early batches were discarded and made again.
-        iterating_s: Seconds from ``iter()`` to the last ``next()`` so far, summed over the epochs.
-        num_workers: Workers of the iterator that was begun last.
-        workers_made_s: Seconds that all workers together took to make batches.
-        usable_cores: Cores that this process may use.
-        own_cores: Cores that this process and its workers kept busy, on average since the loader's first
-            ``iter()``.
-        foreign_cores: Cores that everything else on the machine kept busy meanwhile.
-        throttled_share: Share of the scheduler's periods in which a cgroup's processor quota was used up.
-        wait_for_workers_s: Seconds that ``next()`` waited for a batch.
-        wait_for_first_batches_s: The part of `wait_for_workers_s` for the first batch of each epoch.
-        wait_for_starts_s: The part of `wait_for_first_batches_s` in which new workers had not begun their
-            first batch: in each epoch, or with ``persistent_workers`` in the first one.
-        in_process_s: Seconds that ``next()`` made batches itself, with ``num_workers=0``.
-        wait_for_device_s: Seconds that ``next()`` waited for slots that an accelerator still read, because
-            the memory budget had no room for others.
-        workers_wait_for_slots_s: Seconds that all workers together waited for a slot: large if the program is
-            the slower side.
-        torchs_way: Whether batches came from torch's own iterator, because the platform or this torch lacks
-            what slots need. Such batches are not counted.
-        placed_sites: Calls of torch's that make parts of the batch, in the program's ``collate_fn`` or data
-            set, and whether their results are made in the slot or copied there.
-        autotune: What was chosen with ``num_workers="auto"`` or ``prefetch_factor="auto"``; else None.
+    shows a table and names the bottleneck. docs/api.md explains each field.
     """
 
-    slots_free: int = 0
-    slots_granted: int = 0
-    slots_published: int = 0
-    slots_leased: int = 0
-    slots_guarded: int = 0
-    reserved_nbytes: int = 0
-    used_nbytes: int = 0
-    largest_batch_nbytes: int = 0
-    batches: int = 0
-    failures: int = 0
-    spills: int = 0
+    slots_free: int = 0  # hold nothing
+    slots_granted: int = 0  # a worker writes them, or is about to
+    slots_published: int = 0  # with a batch that ``next()`` has not returned yet
+    slots_leased: int = 0  # with a batch that the program still holds, in whatever form
+    slots_guarded: int = 0  # the program has dropped the batch, and an accelerator may still read it
+    reserved_nbytes: int = 0  # shared memory for slots
+    used_nbytes: int = 0  # of the batches in published and leased slots
+    largest_batch_nbytes: int = 0  # so far, header included
+    batches: int = 0  # returned
+    failures: int = 0  # exceptions of workers that were raised in place of a batch
+    spills: int = 0  # batches moved to private memory: larger than a slot, or kept beyond the memory budget
     spilled_nbytes: int = 0
-    detached: int = 0
-    pin_copies: int = 0
-    bad_samples: int = 0
-    bad_sample_list: tuple[BadSample, ...] = ()
-    batches_left_out: int = 0
-    batches_one_by_one: int = 0
-    oldest_leases: tuple[str, ...] = ()
-    worker_restarts: int = 0
-    tasks_ahead: int = 0
-    epochs_prefetched: int = 0
-    epochs_in_vain: int = 0
-    iterating_s: float = 0.0
-    num_workers: int = 0
-    workers_made_s: float = 0.0
-    usable_cores: int = 0
-    own_cores: float | None = None
-    foreign_cores: float = 0.0
-    throttled_share: float = 0.0
-    wait_for_workers_s: float = 0.0
-    wait_for_first_batches_s: float = 0.0
-    wait_for_starts_s: float = 0.0
-    in_process_s: float = 0.0
-    wait_for_device_s: float = 0.0
-    workers_wait_for_slots_s: float = 0.0
-    torchs_way: bool = False
-    placed_sites: tuple[PlacedSite, ...] = ()
-    autotune: AutotuneReport | None = None
+    detached: int = 0  # batches whose memory a worker kept, which costs it a private copy
+    pin_copies: int = 0  # batches copied into pinned memory
+    bad_samples: int = 0  # those that raised and were left out or replaced (``on_error``)
+    bad_sample_list: tuple[BadSample, ...] = ()  # the first 1,000, in the order of their batches
+    batches_left_out: int = 0  # they had no good sample
+    batches_one_by_one: int = 0  # samples were fetched one by one because ``__getitems__`` raised
+    oldest_leases: tuple[str, ...] = ()  # with ``SHMLOADER_DEBUG=1``, the batches that are held for longest
+    worker_restarts: int = 0  # workers that died or did not answer and were replaced
+    tasks_ahead: int = 0  # sent because a slow batch held the other workers up (``dispatch="dynamic"``)
+    epochs_prefetched: int = 0  # they began with batches that were made early (``prefetch_epochs``)
+    epochs_in_vain: int = 0  # their early batches were discarded and made again
+    iterating_s: float = 0.0  # from ``iter()`` to the last ``next()`` so far, summed over the epochs
+    num_workers: int = 0  # of the iterator that was begun last
+    workers_made_s: float = 0.0  # that all workers together took to make batches
+    usable_cores: int = 0  # that this process may use
+    own_cores: float | None = None  # that this process and its workers kept busy, on average so far
+    foreign_cores: float = 0.0  # that everything else on the machine kept busy meanwhile
+    throttled_share: float = 0.0  # of the scheduler's periods in which a cgroup's processor quota was used up
+    wait_for_workers_s: float = 0.0  # that ``next()`` waited for a batch
+    wait_for_first_batches_s: float = 0.0  # its part for the first batch of each epoch
+    wait_for_starts_s: float = 0.0  # the part of that in which new workers had not begun their first batch
+    in_process_s: float = 0.0  # in which ``next()`` made batches itself, with ``num_workers=0``
+    wait_for_device_s: float = 0.0  # that ``next()`` waited for slots that an accelerator still read
+    workers_wait_for_slots_s: float = 0.0  # that all workers together waited for a slot
+    torchs_way: bool = False  # torch's own iterator loads, for lack of what slots need; nothing is counted
+    placed_sites: tuple[PlacedSite, ...] = ()  # calls of torch's that make parts of the batch
+    autotune: AutotuneReport | None = None  # for ``num_workers="auto"`` or ``prefetch_factor="auto"``
 
     @property
     def verdict(self) -> str:
@@ -359,41 +283,43 @@ class Counters:
         self.workers_are_new = starts
         self.num_workers = num_workers
 
-    def note_detached(self) -> None:
-        """Count a batch whose memory its worker kept."""
-        self.detached += 1
-
-    def note_failure(self) -> None:
-        """Count an exception in place of a batch."""
-        self.failures += 1
-
     def record(self, recorder: Recorder | None) -> None:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder
 
-    def note_made(self, began_ns: int) -> None:
-        """Count a batch that ``next()`` has made itself, and the time that this took."""
+    def add(self, **counts: int) -> None:
+        """Add to counts, by their names: for what few batches have."""
+        for name, count in counts.items():
+            setattr(self, name, getattr(self, name) + count)
+
+    def note_answer(self, wait_ns: int, made_ns: int) -> None:
+        """Count the times of a worker: waiting for a task, and making its batch."""
+        self.workers_wait_for_slots_ns += wait_ns
+        self.workers_made_ns += made_ns
+
+    def note_wait(self, waited_ns: int) -> None:
+        """Count a wait for workers."""
+        self.wait_for_workers_ns += waited_ns
+
+    def note_return(self) -> None:
+        """Count a batch that ``next()`` is about to return."""
         self.batches += 1
         self.last_next_ns = time.perf_counter_ns()
+
+    def note_made(self, began_ns: int) -> None:
+        """Count a batch that ``next()`` has made itself, and the time that this took."""
+        self.note_return()
         self.in_process_ns += self.last_next_ns - began_ns
 
     def note_size(self, batch_nbytes: int) -> None:
         """Note the size of a batch in its slot."""
         self.largest_batch_nbytes = max(self.largest_batch_nbytes, batch_nbytes)
 
-    def note_spill(self, nbytes: int) -> None:
-        """Count a batch that was moved to private memory."""
-        self.spills += 1
-        self.spilled_nbytes += nbytes
-
-    def warns_of_spills(self) -> bool:
-        """Whether to warn of them now: once for each loader."""
-        before, self.warned_of_spills = self.warned_of_spills, True
+    def warns_first(self, name: str) -> bool:
+        """Whether a warning, by its flag's name, is to be given now: once for each loader."""
+        before = getattr(self, name)
+        setattr(self, name, True)
         return not before
-
-    def note_device(self, waited_ns: int) -> None:
-        """Count a wait for an accelerator."""
-        self.wait_for_device_ns += waited_ns
 
     def note_first_batch(self, made_ns: int) -> None:
         """Count the wait for the first batch of an epoch, or for one left out before it.

@@ -1,7 +1,7 @@
 """Private and movable names of torch: the only module that uses them.
 
 They were written against torch 2.13; `make test-matrix` tries 2.6 and 2.14 too. Where another torch lacks a
-name that loading needs, loaders load torch's own way (`torch_fallback`), with `why_missing` as the reason.
+name that loading needs, loaders load torch's own way (`loading`), with `why_missing` as the reason.
 """
 
 from __future__ import annotations

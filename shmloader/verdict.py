@@ -65,74 +65,43 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Profiled:
-    """Figures that only a profile has; seconds are sums over all batches, and over the workers.
+    """Figures that only a profile has; seconds are sums over all batches, and over the workers."""
 
-    Attributes:
-        step_s: Of the program, between two batches.
-        sampler_s: Of the sampler.
-        next_s: Of ``next()`` besides waiting and the sampler.
-        fetch_s, collate_s, write_s: Of the workers.
-        cpu_s: Processor time of the workers.
-        delay_s: Time in which workers were ready to run and had no core.
-        copied_nbytes, header_nbytes: Bytes copied into slots, and pickled, per batch.
-        slow_worker: The worker that is slower than the others, and how many times; or None.
-        slow_sample: The slowest sample, in words; "" if all are alike.
-        excess_s: What samples that are much slower than the others of their batch took beyond these.
-    """
-
-    step_s: float
+    step_s: float  # of the program, between two batches
     sampler_s: float
-    next_s: float
-    fetch_s: float
+    next_s: float  # of ``next()`` besides waiting and the sampler
+    fetch_s: float  # this and the next two: of the workers
     collate_s: float
     write_s: float
-    cpu_s: float
-    delay_s: float
-    copied_nbytes: float = 0.0
-    header_nbytes: float = 0.0
-    slow_worker: tuple[int, float] | None = None
-    slow_sample: str = ""
-    excess_s: float = 0.0
+    cpu_s: float  # processor time of the workers
+    delay_s: float  # time in which workers were ready to run and had no core
+    copied_nbytes: float = 0.0  # copied into slots, per batch
+    header_nbytes: float = 0.0  # pickled, per batch
+    slow_worker: tuple[int, float] | None = None  # slower than the others, and how many times
+    slow_sample: str = ""  # the slowest sample, in words; empty if all are alike
+    excess_s: float = 0.0  # what samples much slower than others of their batch took beyond these
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The figures that a verdict rests on.
-
-    Attributes:
-        batches: Batches returned.
-        total_s: Seconds in the loop.
-        wait_s, first_s, start_s: Seconds that ``next()`` waited; for first batches; until workers started.
-        in_process_s: Seconds in which ``next()`` made batches itself.
-        num_workers: Workers.
-        usable_cores: Cores that this process may use; 0 if unknown.
-        made_s: Seconds that all workers together took to make batches.
-        own_cores: Cores that this program kept busy, with its workers; None if unknown.
-        foreign_cores: Cores that everything else kept busy.
-        throttled_share: Share of the scheduler's periods in which a cgroup's quota was used up.
-        held: Batches that the program holds.
-        slots: Slots that there are.
-        spills: Batches that were copied to private memory.
-        autotune: Why ``num_workers="auto"`` chose as it did; "" without it.
-        profiled: What a profile knows.
-    """
+    """The figures that a verdict rests on; with names as in `LoaderStatistics`, some shorter."""
 
     batches: int
-    total_s: float
-    wait_s: float = 0.0
+    total_s: float  # in the loop
+    wait_s: float = 0.0  # this and the next two: ``next()`` waited; for first batches; until workers started
     first_s: float = 0.0
     start_s: float = 0.0
     in_process_s: float = 0.0
     num_workers: int = 0
-    usable_cores: int = 0
-    made_s: float = 0.0
-    own_cores: float | None = None
+    usable_cores: int = 0  # 0 if unknown
+    made_s: float = 0.0  # that all workers together took to make batches
+    own_cores: float | None = None  # None if unknown
     foreign_cores: float = 0.0
     throttled_share: float = 0.0
-    held: int = 0
-    slots: int = 0
+    held: int = 0  # batches that the program holds
+    slots: int = 0  # that there are
     spills: int = 0
-    autotune: str = ""
+    autotune: str = ""  # why ``num_workers="auto"`` chose as it did
     profiled: Profiled | None = None
 
     @property

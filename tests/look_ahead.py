@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -50,15 +52,23 @@ class InThread:
 
     def __iter__(self) -> Iterator[Any]:
         read: queue.Queue[Any] = queue.Queue(self.ahead)
-        thread = threading.Thread(target=self._read, args=[read], daemon=True)
+        left = threading.Event()
+        thread = threading.Thread(target=self._read, args=[read, left], daemon=True)
         thread.start()
-        yield from iter(read.get, END)
-        thread.join()
+        try:
+            yield from iter(read.get, END)
+        finally:
+            left.set()
+            thread.join()
 
-    def _read(self, read: queue.Queue[Any]) -> None:
-        for batch in self.loader:
-            read.put(batch)
-        read.put(END)
+    def _read(self, read: queue.Queue[Any], left: threading.Event) -> None:
+        for batch in itertools.chain(self.loader, [END]):
+            while not left.is_set():
+                with contextlib.suppress(queue.Full):
+                    read.put(batch, timeout=0.05)
+                    break
+            else:
+                return
 
 
 class InThreadForGood:
@@ -74,6 +84,12 @@ class InThreadForGood:
             self.thread = threading.Thread(target=self._read, daemon=True)
             self.thread.start()
         return iter(self.read.get, END)
+
+    def await_all(self) -> None:
+        """Wait until it has read as far as it can."""
+        assert self.thread is not None
+        while self.thread.is_alive() and not self.read.full():
+            time.sleep(0.001)
 
     def _read(self) -> None:
         for _ in range(self.epochs):

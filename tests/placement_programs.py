@@ -90,7 +90,7 @@ CHANGE = (
     "{a}.resize_(2, 3)",
     "{a}.resize_as_({b}).fill_(1)",
     "if number > 4: {a}.resize_({n} + 1, 90000).fill_({n})",
-    "if number > 5: {a}.untyped_storage().resize_(1 << 19); {a}.zero_()",
+    "if number > 5: {a}.untyped_storage().resize_(2 * {a}.untyped_storage().nbytes()).fill_(0)",
     "number > 4 and kept and kept[-1].resize_(200, 300).fill_(1)",
     "number > 4 and kept and torch.resize_as_(kept[0], {a}).fill_(1)",
     "{a}_alias = {a}.view(-1); {a}.resize_(300, 300).fill_(3); {a}_alias[:5] = 7",

@@ -132,13 +132,13 @@ class Workers:
             there = lies == pack_index_batch(LONG)
         self.events.append(("send", worker_id, record, there))
 
-    def restart(self, worker: _Worker) -> _Worker:
-        self.events.append(("restart", worker.worker_id, self.same_pipe))
+    def restart(self, worker_id: int) -> _Worker:
+        self.events.append(("restart", worker_id, self.same_pipe))
         self._main.overwrite_granted()
-        fresh = self.workers[worker.worker_id] = _Worker(self, worker.worker_id)
+        fresh = self.workers[worker_id] = _Worker(self, worker_id)
         return fresh
 
-    def stack_of(self, worker: _Worker) -> str:
+    def stack_of(self, worker_id: int) -> str:
         return ""
 
     def died(self, *args: object, **kwargs: object) -> LoaderError:

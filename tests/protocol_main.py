@@ -367,7 +367,7 @@ _NO_STATE_OF_GROWTH = (
     "_auto",
     "_exchange",
     "_workers",
-    "_free_workers",
+    "_serve",
     "_counters",
     "_last",
     "_unmeasured",

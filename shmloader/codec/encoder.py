@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import operator
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
@@ -57,32 +56,19 @@ _ADDED = make_placeholder()
 _MOST_KNOWN = 256  # headers
 
 
-class _Known(NamedTuple):
-    """A header that comes again with the same placeholders in the same container: all that it depends on."""
-
-    kind: type  # ``dict``, ``list`` or ``tuple``
-    names: list[str]  # the keys of a dict, which are strings
-    placeholders: list[PickleBuffer]
-    header: bytes
-
-
 class Encoder:
-    """Writes batches into the slots of one `SlotAllocator`; lives in the worker.
-
-    Attributes:
-        copied_nbytes: Bytes of all leaves so far that were copied in.
-    """
+    """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
 
     def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
-        self.copied_nbytes = 0
+        self.copied_nbytes = 0  # bytes of all leaves so far that were copied in
         self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made
         self._rows: list[bytes] = []
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
         self._copies: list[tuple[int, int, int, object]] = []
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
-        self._known: dict[PickleBuffer, _Known] = {}  # by their first placeholder
+        self._known: dict[tuple[Any, ...], bytes] = {}  # headers that come again, see `_key_of`
 
     def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
@@ -95,20 +81,18 @@ class Encoder:
         kind: type = type(batch)
         if kind is PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
-        values: Sequence[Any] = ()
-        if kind in (dict, list, tuple):
-            values = list(batch.values()) if kind is dict else batch
-        repeats = bool(values) and type(values[0]) is PickleBuffer
-        if repeats:
-            known = self._known.get(values[0])
-            if known is not None and _is_same(known, kind, batch, values):
-                return self._commit(known.header)
+        key = _key_of(kind, batch)
+        if key is not None and (header := self._known.get(key)) is not None:
+            return self._commit(header)
         self._outputs, self._found = outputs, found
         try:
             pickler.dump(with_large_bytes(batch))
             header = join_header(pickler.written, self._rows)
-            if repeats and not self._copies:
-                self._learn(kind, batch, list(values), header)
+            # It comes again with the same placeholders, but not with buffers of the program's.
+            if key is not None and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:
+                if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
+                    self._known.clear()
+                self._known[key] = header
             return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
@@ -116,15 +100,6 @@ class Encoder:
             self._rows.clear()
             self._copies.clear()
             pickler.written.clear()
-
-    def _learn(self, kind: type, batch: Any, values: list[Any], header: bytes) -> None:
-        """Remember the header of a container that holds nothing but outputs' placeholders."""
-        names = list(batch) if kind is dict else []
-        are_outputs = {PickleBuffer}.issuperset(map(type, values)) and self._outputs.keys() >= set(values)
-        if are_outputs and {str}.issuperset(map(type, names)):
-            if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
-                self._known.clear()
-            self._known[values[0]] = _Known(kind, names, values, header)
 
     def _add(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
         """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
@@ -171,11 +146,12 @@ class Encoder:
         return Encoded(begin, total, spilled)
 
 
-def _is_same(known: _Known, kind: type, batch: Any, values: Sequence[Any]) -> bool:
-    """Whether a batch is the container of which a header is known: the same keys and very placeholders."""
-    return (
-        kind is known.kind
-        and len(values) == len(known.placeholders)
-        and all(map(operator.is_, values, known.placeholders))
-        and (kind is not dict or (list(batch) == known.names and {str}.issuperset(map(type, batch))))
-    )
+def _key_of(kind: type, batch: Any) -> tuple[Any, ...] | None:
+    """All that the header of a container of nothing but placeholders depends on; None for other batches."""
+    names, values = (), batch
+    if kind is dict:
+        names, values = tuple(batch), tuple(batch.values())
+    elif kind is not list and kind is not tuple:
+        return None
+    of_placeholders = values and {PickleBuffer}.issuperset(map(type, values))
+    return (kind, *names, *values) if of_placeholders and {str}.issuperset(map(type, names)) else None

@@ -17,7 +17,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,16 +35,10 @@ from shmloader.codec.layout import (
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 
 
-class Add(Protocol):
-    """Adds a leaf to the batch that is being pickled."""
-
-    def __call__(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
-        """Add a leaf, whose items lie at ``address`` in row-major order; see `Leaf`.
-
-        ``owner`` keeps the memory alive until it is copied. Returns the placeholder of this leaf. No other
-        leaf may be added before the pickler meets it.
-        """
-
+Add = Callable[[int, int, Sequence[int], int, object], Any]
+"""Adds a leaf to the batch that is being pickled: its kind, code and shape, see `Leaf`, the address of its
+items, in row-major order, and an owner, which keeps the memory alive until it is copied. Returns the
+placeholder of this leaf. No other leaf may be added before the pickler meets it."""
 
 Handler = Callable[[Any, Add], Any]
 """Reduces an object for pickling; ``NotImplemented`` if it is pickled as torch does."""
@@ -75,13 +69,9 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
 def wrapper_of(kind: int, code: int) -> Callable[[np.ndarray[Any, Any]], Any]:
     """The function that makes a leaf out of an array over its memory, of its carrier dtype."""
     if kind != TENSOR:
-        return _as_it_is
+        return lambda array: array
     dtype = DTYPES[code]
     return torch.from_numpy if dtype.native else functools.partial(wrap_tensor, dtype=dtype.torch_dtype)
-
-
-def _as_it_is(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return array
 
 
 def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:

@@ -28,7 +28,8 @@ from shmloader.codec.layout import (
 )
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.memory import PAGE_NBYTES, Extent, Segment, check_headroom, whole_pages
+from shmloader.memory import PAGE_NBYTES, Extent, Segment, whole_pages
+from shmloader.memory.limits import check_headroom
 
 
 def make_placeholder() -> pickle.PickleBuffer:
@@ -159,28 +160,21 @@ class SlotAllocator:
         key = (self.cursor, items, shape, dtype)
         output = here.outputs.get(key)
         if output is None:
-            output = self._new_output(here, (items, *shape), dtype)
-            if output is None:
+            codes: dict[Any, int] = CODE_OF_NUMPY_DTYPE
+            if isinstance(dtype, torch.dtype):
+                codes = CODE_OF_TORCH_DTYPE
+            code, offset, shape = codes.get(dtype), self.cursor, (items, *shape)
+            end = offset + math.prod(shape) * dtype.itemsize
+            if code is None or len(shape) > MOST_DIMENSIONS or not offset < end <= self.nbytes:
                 return None
+            array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
+            tensor, placeholder = wrap_tensor(array, DTYPES[code].torch_dtype), make_placeholder()
+            output = Output(tensor, array.reshape(-1, *shape[2:]), placeholder, align(end))
             here.outputs[key] = output
-            here.placeholders[id(output.tensor)] = output.placeholder
+            here.placeholders[id(tensor)] = placeholder
+            here.rows[placeholder] = pack_row(TENSOR, code, offset, shape)
         self.cursor = output.end
         return output
-
-    def _new_output(self, here: _Mapped, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
-        if isinstance(dtype, torch.dtype):
-            code = CODE_OF_TORCH_DTYPE.get(dtype)
-        else:
-            code = CODE_OF_NUMPY_DTYPE.get(dtype)
-        offset, nbytes = self.cursor, math.prod(shape) * dtype.itemsize
-        if code is None or len(shape) > MOST_DIMENSIONS or nbytes == 0 or offset + nbytes > self.nbytes:
-            return None
-        array = np.ndarray(shape, DTYPES[code].carrier, here.extent.buffer, offset)
-        placeholder = make_placeholder()
-        here.rows[placeholder] = pack_row(TENSOR, code, offset, shape)
-        rows = array.reshape(-1, *shape[2:])
-        tensor = wrap_tensor(array, DTYPES[code].torch_dtype)
-        return Output(tensor, rows, placeholder, align(offset + nbytes))
 
     def with_placeholders(self, item: Any) -> Any:
         """A batch, or a part of one, with placeholders in place of outputs' tensors."""
@@ -198,6 +192,10 @@ class SlotAllocator:
     def rows(self) -> dict[pickle.PickleBuffer, bytes]:
         """Rows of the leaf table for this slot's outputs, by their placeholders."""
         return {} if self._here is None else self._here.rows
+
+    def go_back(self, cursor: int) -> None:
+        """Give up what was allocated since the cursor was here: it is in no batch."""
+        self.cursor = cursor
 
     def place(self, nbytes: int) -> int:
         """Allocate space; returns its offset, perhaps beyond the reserved memory: `ensure` makes room."""

@@ -28,50 +28,40 @@ _STREAMS_OF_TORCH = 32  # of each priority, handed out in turn (c10/cuda/CUDAStr
 _PRIORITIES = (0, -1)
 
 _handle = POINTER(c_void_p)
-SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
+_QUICK: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuGetErrorName": (c_int, POINTER(ctypes.c_char_p)),
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), POINTER(c_int)),
-    "cuDevicePrimaryCtxRetain": (_handle, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_handle,),
-    "cuCtxSynchronize": (),
-    "cuCtxRecordEvent": (c_void_p, c_void_p),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
+    "cuEventCreate": (_handle, c_uint),
+    "cuEventQuery": (c_void_p,),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+}
+"""Functions that take a microsecond: giving up the interpreter lock for each would mean waiting for it."""
+
+_WAITING: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDevicePrimaryCtxRetain": (_handle, c_int),
+    "cuCtxSynchronize": (),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuEventCreate": (_handle, c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
     "cuStreamCreate": (_handle, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
-}
-"""The functions of libcuda that are called, by symbol; each returns a ``CUresult``."""
-
-_MAY_WAIT = {
-    "cuInit",
-    "cuDevicePrimaryCtxRetain",
-    "cuCtxSynchronize",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamSynchronize",
     # A stream takes about 1,000 pieces of work; then these wait, perhaps for what another thread has to do.
-    "cuCtxRecordEvent",
-    "cuEventRecord",
-    "cuMemcpyHtoDAsync_v2",
-    "cuStreamWaitEvent",
+    "cuCtxRecordEvent": (c_void_p, c_void_p),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
 }
-"""Functions during which other threads must be able to run. The rest take a microsecond, and giving up the
-interpreter lock for each would mean waiting for it each time."""
+"""Functions during which other threads must be able to run."""
+
+SIGNATURES = _QUICK | _WAITING
+"""The functions of libcuda that are called, by symbol; each returns a ``CUresult``."""
 
 
 class DriverError(RuntimeError):
@@ -105,11 +95,11 @@ class CudaDriver:
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
-        waiting, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        library = ctypes.CDLL(path)
         self._calls: dict[str, Any] = {}
         for name, arguments in SIGNATURES.items():
-            function = self._calls[name] = getattr(waiting if name in _MAY_WAIT else quick, name)
-            function.argtypes, function.restype = arguments, c_int
+            kind = ctypes.CFUNCTYPE if name in _WAITING else ctypes.PYFUNCTYPE
+            self._calls[name] = kind(c_int, *arguments)((name, library))
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
         self._events: dict[int, list[Event]] = {}

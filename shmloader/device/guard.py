@@ -27,6 +27,10 @@ class Held:
     event: Event | None
     kept: object
 
+    def end(self) -> None:
+        """Let go of both."""
+        self.event = self.kept = None
+
 
 class DeviceGuard(Guard):
     """Keeps places back that CUDA devices may still read. Main process only, one thread at a time.
@@ -101,7 +105,7 @@ class DeviceGuard(Guard):
         """See `Guard`: those of batches that have been copied to a device."""
         while self._copies and (event := self._copies[0].event) is not None and self._is_done(event):
             held = self._copies.popleft()
-            held.event = held.kept = None
+            held.end()
             self.driver.recycle(event)
 
     def let_go(self, place: Place) -> None:

@@ -133,7 +133,7 @@ class Exchange:
                 worker.send(request)
         while table.void:
             self.receive()
-        for worker in list(self.workers.workers):
+        for worker in [*self.workers.workers]:
             if worker.is_dead():  # before it has a batch of this epoch, which would be blamed for it
                 self._recover(worker, None)
         self.ended_streams.clear()
@@ -227,7 +227,7 @@ class Exchange:
 
     def _note_wait(self, wait_ns: int) -> None:
         self._wait_ns = wait_ns
-        self.counters.wait_for_workers_ns += wait_ns
+        self.counters.note_wait(wait_ns)
 
     def _accept(self, worker: Worker, records: bytes) -> None:
         for begin in range(0, len(records), ANSWER_NBYTES):
@@ -236,10 +236,9 @@ class Exchange:
                     records, begin
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
-                self.counters.workers_wait_for_slots_ns += wait_ns
-                self.counters.workers_made_ns += made_ns
+                self.counters.note_answer(wait_ns, made_ns)
                 if flags & DETACHED:
-                    self.counters.note_detached()
+                    self.counters.add(detached=1)
             else:
                 self._accept_other(worker, records, begin)
 
@@ -271,7 +270,7 @@ class Exchange:
             worker, silent_s, self.table, self.workers, self.lifecycle, self._restarts_left
         )
         self._restarts_left -= 1
-        self.counters.worker_restarts += 1
+        self.counters.add(worker_restarts=1)
         self.joining.discard(fresh.worker_id)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]

@@ -49,9 +49,9 @@ def replace(
         if silent_s is None:
             raise lifecycle.expect(_death(worker, table, workers, deaths))
         raise lifecycle.expect(_timeout(worker, silent_s, table, workers, deaths))
-    pid, stack = worker.pid, "" if silent_s is None else f"\n{workers.stack_of(worker)}"
+    pid, stack = worker.pid, "" if silent_s is None else f"\n{workers.stack_of(worker.worker_id)}"
     try:
-        fresh = workers.restart(worker)
+        fresh = workers.restart(worker.worker_id)
     except Exception as error:
         indices = list(map(_indices, held))
         error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
@@ -74,7 +74,7 @@ def _death(worker: Worker, table: PlaceTable, workers: Workers, deaths: int) -> 
     """The error for a worker that has died, once all are stopped; ``deaths`` are those at its first task."""
     why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else ""
     indices = tuple(map(_indices, table.making(worker.worker_id)))
-    error = workers.died(worker, indices, table.report(), why)
+    error = workers.died(worker.worker_id, indices, table.report(), why)
     workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
     table.close()
     return error
@@ -91,7 +91,7 @@ def _timeout(
         f"has finished a batch. {why}"
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
         f"where. The next is due from worker {worker.worker_id} ({worker.place}); "
-        f"outstanding index batches: {outstanding}\n{workers.stack_of(worker)}"
+        f"outstanding index batches: {outstanding}\n{workers.stack_of(worker.worker_id)}"
     )
 
 

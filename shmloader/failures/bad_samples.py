@@ -36,23 +36,14 @@ class LEFT_OUT:  # noqa: N801 - the class itself, which arrives as the same obje
 
 
 class Report(NamedTuple):
-    """The record that crosses in a batch's place if there is more to tell than the batch.
+    """The record that crosses in a batch's place if there is more to tell than the batch."""
 
-    Attributes:
-        batch: The batch, or `LEFT_OUT`; without meaning beside an error.
-        error: The exception raised in its place, by `exceptions.capture`; empty for none.
-        bad_samples: Pickled list of `BadSample`, so that no index holds a slot's memory; empty for none.
-        one_by_one: Whether ``__getitems__`` raised and the samples were fetched one by one instead.
-        stream: For a stream, its place after the batch (`wire.stream_records.StreamReport`); else None.
-        placed: What has changed in the worker's placement since its last report.
-    """
-
-    batch: Any = None
-    error: bytes = b""
-    bad_samples: bytes = b""
-    one_by_one: bool = False
-    stream: Any = None
-    placed: tuple[PlacedSite, ...] = ()
+    batch: Any = None  # or `LEFT_OUT`; without meaning beside an error
+    error: bytes = b""  # the exception raised in its place, by `exceptions.capture`
+    bad_samples: bytes = b""  # a list of `BadSample`, pickled, so that no index holds a slot's memory
+    one_by_one: bool = False  # ``__getitems__`` raised, and the samples were fetched one by one
+    stream: Any = None  # the place of a stream after the batch (`wire.stream_records.StreamReport`)
+    placed: tuple[PlacedSite, ...] = ()  # what has changed in the worker's placement since its last report
 
 
 @dataclass

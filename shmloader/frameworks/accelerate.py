@@ -1,8 +1,7 @@
 """accelerate under ``install()``: the loaders that it builds from others keep their options.
 
-`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict in
-that module names. The loader's own options are added to the dict, and the class is replaced, in that module
-only.
+`accelerate.data_loader` builds a loader of torch's class from those attributes of another one that a dict
+names. The loader's own options are added to the dict, and the class is replaced, in that module only.
 """
 
 from __future__ import annotations
@@ -120,10 +119,22 @@ def _update(update: Any, adapter: Any) -> None:
 
 
 def _state_dict(state_dict: Any, adapter: Any) -> Any:
-    state = state_dict(adapter)
+    readers = loading_of(adapter.base_dataloader).states.readers
+    state = _followed(adapter) if readers.follow else state_dict(adapter)
     if adapter.use_stateful_dataloader and not hasattr(type(adapter), _FETCH):
         warn_of_one_rank(adapter.base_dataloader, state, "accelerate")
     return state
+
+
+def _followed(adapter: Any) -> Any:
+    """The state of what came out of a look-ahead of the program, around accelerate's own."""
+    state = adapter.base_dataloader.state_dict()
+    state["_iterator_finished"] = state["finished"]
+    iteration = getattr(adapter, "iteration", 0)
+    if not state["finished"]:  # accelerate may be in a later one
+        told = [state[name] for name in ("sampler_epoch", "set_epoch") if state[name] is not None]
+        iteration = told[0] if told else iteration
+    return state | {_ITERATION: iteration}
 
 
 def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
@@ -133,10 +144,7 @@ def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
 
 
 def _fetch(fetch: Any, adapter: Any, iterator: Any) -> Any:
-    """Read the batches that all ranks get next; the state is that before the first of them.
-
-    accelerate takes the state before the last one, and corrects only torchdata's.
-    """
+    """Read the batches that all ranks get next; the state is that before the first, not before the last."""
     adapter._update_state_dict()  # noqa: SLF001
     vars(adapter)[_UPDATE] = lambda: None
     try:

@@ -200,7 +200,8 @@ def _warn_of_options(loader: Any) -> None:
         reason = None if name in _warned or not loader.num_workers else _why_not(name, value, loader)
         if reason is not None:
             _warned.add(name)
-            warn(f"install({name}={value!r}) has no effect on a loader of {_type(loader.dataset)}: {reason}.")
+            dataset = type(loader.dataset).__qualname__
+            warn(f"install({name}={value!r}) has no effect on a loader of {dataset}: {reason}.")
 
 
 def _share_dataset(loader: Any) -> None:
@@ -215,11 +216,7 @@ def _has_threads(loader: Any) -> bool:
     kind = threads_of(loader.multiprocessing_context)
     if kind is not None:
         warn_once(
-            f"shmloader.install() leaves {_type(loader)} to torch: its workers are threads that pose as "
-            f"processes ({kind.__qualname__}), which cannot write to slots."
+            f"shmloader.install() leaves {type(loader).__qualname__} to torch: its workers are threads that "
+            f"pose as processes ({kind.__qualname__}), which cannot write to slots."
         )
     return kind is not None
-
-
-def _type(instance: object) -> str:
-    return type(instance).__qualname__

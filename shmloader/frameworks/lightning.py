@@ -71,7 +71,7 @@ def _save(save: Any, loop: Any) -> Any:
             if loop.epoch_loop.batch_progress.is_last_batch:
                 states[place] = loading.state_after_epoch(loop.epoch_progress.current.started)
             elif ahead:  # it reads loaders without a length ahead
-                states[place] = loading.state_dict(max(loading.states.returned - ahead, 0))
+                states[place] = loading.state_dict(max(loading.states.readers.returned - ahead, 0))
             warn_of_one_rank(loader, states[place], "Lightning")
     return saved
 

@@ -76,7 +76,7 @@ def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _iter(iterate: Any, wrapper: Any) -> Any:
-    reading = Reading(loading_of(vars(wrapper)[_INSIDE]).states, wrapper, lambda: None)
+    reading = Reading(loading_of(vars(wrapper)[_INSIDE]).states.readers, wrapper, lambda: None)
     vars(wrapper)[_READING] = reading
     result = iterate(wrapper)
     reading.begin()
@@ -85,6 +85,8 @@ def _iter(iterate: Any, wrapper: Any) -> Any:
 
 def _next(following: Any, wrapper: Any) -> Any:
     reading: Reading | None = vars(wrapper).get(_READING)  # None if it has begun before install()
+    if reading is not None:
+        reading.ask()
     try:
         batch = following(wrapper)
     except StopIteration:

@@ -13,10 +13,9 @@ import torch.utils.data
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn, warn_once
-from shmloader.loading import loading_of
+from shmloader.loading import check_resumable, loading_of
 from shmloader.resume.compatibility import ONE_RANK, is_of_one_rank
 from shmloader.settings import Settings, threads_of
-from shmloader.torch_fallback import check_resumable
 from shmloader.torch_private import GET_ITERATOR
 
 _TORCHS = torch.utils.data.DataLoader

@@ -146,10 +146,7 @@ def _arguments(kind: type, generator: torch.Generator) -> list[tuple[Any, dict[s
 
 
 def is_by_torch(method: Any, kind: type) -> bool:
-    """Whether a method of one of torch's classes is torch's own.
-
-    A function that a program puts in its place has other globals, also under ``functools.wraps``.
-    """
+    """Whether a method of one of torch's classes is torch's own, by its globals, which ``wraps`` keeps."""
     return getattr(method, "__globals__", {}).get("__name__") == kind.__module__
 
 

@@ -16,15 +16,8 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from shmloader import torch_private
 from shmloader.errors import warn
+from shmloader.indices import samplers
 from shmloader.indices.array_samplers import index_arrays
-from shmloader.indices.samplers import (
-    GeneratorStates,
-    attribute_of,
-    generator_states,
-    has_state,
-    sampler_with_epoch,
-    with_inner,
-)
 from shmloader.indices.tracked_batches import track
 from shmloader.settings import Settings
 
@@ -50,15 +43,15 @@ def _why_not(settings: Settings) -> str:
         return "it needs in_order=True"
     if settings.is_iterable or isinstance(settings.dataset, torch_private.DATAPIPES):
         return "an iterable-style dataset has no index batches"
-    has_epoch = sampler_with_epoch(settings.index_sampler) is not None
-    for sampler in with_inner(settings.index_sampler):
+    has_epoch = samplers.sampler_with_epoch(settings.index_sampler) is not None
+    for sampler in samplers.with_inner(settings.index_sampler):
         name, kind = f"its {type(sampler).__name__}", type(sampler)
-        has_generator = isinstance(attribute_of(sampler, "generator"), torch.Generator)
-        if has_state(sampler):
+        has_generator = isinstance(samplers.attribute_of(sampler, "generator"), torch.Generator)
+        if samplers.has_state(sampler):
             return f"{name} has a state_dict(), which may not be set back. Give it set_epoch() instead"
         if has_epoch and has_generator:
             return f"{name} has a generator, which set_epoch() may seed. Make one from the epoch in __iter__"
-        if not has_epoch and callable(attribute_of(sampler, "set_epoch")):
+        if not has_epoch and callable(samplers.attribute_of(sampler, "set_epoch")):
             return f"{name} has set_epoch(), and no number `epoch` to foresee the next by"
         if not (has_epoch or has_generator or kind in DRAW_NOTHING):
             return (
@@ -70,17 +63,12 @@ def _why_not(settings: Settings) -> str:
 
 
 class NextEpoch:
-    """Draws early for one iterator, epoch after epoch.
-
-    Attributes:
-        before: States of the generators before the epoch that was begun early; None if none was.
-    """
+    """Draws early for one iterator, epoch after epoch."""
 
     def __init__(self, index_sampler: Any, generator: torch.Generator | None) -> None:
-        self.before: GeneratorStates | None = None
-        self._index_sampler = index_sampler
-        self._generator = generator
-        self._sampler = sampler_with_epoch(index_sampler)
+        self.before: samplers.GeneratorStates | None = None  # an epoch that was begun early
+        self._index_sampler, self._generator = index_sampler, generator
+        self._sampler = samplers.sampler_with_epoch(index_sampler)
         self._iterator: Iterator[Any] | None = None
         self._discarded = 0  # epochs in a row
         self._failed = False  # whether the sampler has raised when it drew early in this epoch
@@ -120,9 +108,10 @@ class NextEpoch:
             self._sampler.set_epoch(epoch)
 
     def _first(self) -> Any:
-        found = [attribute_of(sampler, "generator") for sampler in with_inner(self._index_sampler)]
+        nested = samplers.with_inner(self._index_sampler)
+        found = [samplers.attribute_of(sampler, "generator") for sampler in nested]
         self._states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
-        self.before = generator_states(self._index_sampler, self._generator)
+        self.before = samplers.generator_states(self._index_sampler, self._generator)
         batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
         self._iterator = track(self._index_sampler, batches)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order

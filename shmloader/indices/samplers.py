@@ -17,6 +17,7 @@ from torch.utils.data import (
 )
 
 from shmloader.indices.compact_states import generator_at
+from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.settings import Settings
@@ -29,10 +30,7 @@ GENERATOR_IS_LOADED = ContextVar("GENERATOR_IS_LOADED", default=False)
 """Whether a state of the program's own has set torch's global generator, since this was reset."""
 
 RANKS_SHARE: set[type] = {DistributedSampler}
-"""Samplers and datasets that draw an order from a seed, or divide one that all ranks have.
-
-The state of one rank holds for all. The integrations add those of frameworks.
-"""
+"""Samplers and datasets that divide an order that all ranks have; `frameworks` adds those of frameworks."""
 
 
 def attribute_of(one: Any, name: str) -> Any:
@@ -66,13 +64,19 @@ def sampler_with_epoch(index_sampler: Any) -> Any:
     return None
 
 
-def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | None:
+def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | MixtureSampler | None:
     """The sampler that divides a global order, if a number of batches tells its place in that; or None."""
     inner = sampler_of_indices(index_sampler)
-    for kind in (ShardedSampler, TokenBatchSampler):
+    for kind in (ShardedSampler, TokenBatchSampler, MixtureSampler):
         if isinstance(inner, kind) and type(inner).__iter__ is kind.__iter__:
             return inner
     return None
+
+
+def mixture_sampler(index_sampler: Any) -> MixtureSampler | None:
+    """The sampler whose weights, which the program may change, are also in states between epochs; or None."""
+    sharded = sharded_sampler(index_sampler)
+    return sharded if isinstance(sharded, MixtureSampler) else None
 
 
 def has_state(one: Any) -> bool:
@@ -128,12 +132,9 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 
 def generator_of(index_sampler: Any) -> torch.Generator | None:
-    """The generator that a sampler draws its order from: its ``generator``, or torch's global one.
-
-    None if it draws from no generator, or has a state of its own.
-    """
+    """The generator that a sampler draws its order from; None if it draws from none, or has its own state."""
     inner = sampler_of_indices(index_sampler)
-    if type(inner) in _WITHOUT_DRAWS or sampler_with_state(index_sampler) is not None:
+    if type(inner) in (*_WITHOUT_DRAWS, MixtureSampler) or sampler_with_state(index_sampler) is not None:
         return None
     for sampler in with_inner(inner):
         if isinstance(generator := attribute_of(sampler, "generator"), torch.Generator):
@@ -142,17 +143,10 @@ def generator_of(index_sampler: Any) -> torch.Generator | None:
 
 
 class GeneratorStates(NamedTuple):
-    """States of the generators before a sampler draws an epoch's order; None for no generator.
+    """States of the generators before a sampler draws an order; compact if an earlier program drew it."""
 
-    They are compact where an earlier program drew the order.
-
-    Attributes:
-        sampler: Of the generator that the sampler draws from.
-        loader: Of the loader's generator, if that is another one.
-    """
-
-    sampler: torch.Tensor | str | None
-    loader: torch.Tensor | str | None
+    sampler: torch.Tensor | str | None  # of the generator that the sampler draws from, if any
+    loader: torch.Tensor | str | None  # of the loader's generator, if that is another one
 
 
 def generator_states(index_sampler: Any, generator: torch.Generator | None) -> GeneratorStates:

@@ -17,15 +17,10 @@ _NOISE = 0.03  # of a sample's length: samples of lengths as close as that are i
 
 
 class Plan(NamedTuple):
-    """All batches of an epoch.
+    """All batches of an epoch."""
 
-    Attributes:
-        samples: Indices of samples, shape ``(samples,)``, batch after batch.
-        ends: Where each batch ends in ``samples``, shape ``(batches,)``.
-    """
-
-    samples: IntArray
-    ends: IntArray
+    samples: IntArray  # indices of samples, batch after batch
+    ends: IntArray  # where each batch ends in ``samples``
 
     def batch(self, number: int) -> list[int]:
         """The indices of one batch."""

@@ -17,13 +17,8 @@ import torch
 
 from shmloader.errors import ResumeError
 from shmloader.failures.exceptions import forget_frames
+from shmloader.indices import samplers
 from shmloader.indices.packed_indices import pack_index_batch, with_packed_ints
-from shmloader.indices.samplers import (
-    repeats_its_order,
-    sampler_of_indices,
-    sampler_with_state,
-    sharded_sampler,
-)
 
 ADVICE = (
     "A sampler must draw the same order again: from a torch.Generator of its own, as its attribute "
@@ -42,8 +37,8 @@ _log = logging.getLogger("shmloader")
 
 def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
-    known = isinstance(iterator, TrackedBatches) or repeats_its_order(index_sampler)
-    if known or sharded_sampler(index_sampler):
+    known = isinstance(iterator, TrackedBatches) or samplers.repeats_its_order(index_sampler)
+    if known or samplers.sharded_sampler(index_sampler) is not None:
         return iterator
     return TrackedBatches(index_sampler, iterator, resumed=resumed)
 
@@ -65,9 +60,9 @@ class TrackedBatches(Iterator[Any]):
     ) -> None:
         self.follow(lambda: begin)
         self._resumed, self._told = resumed, False
-        self._name = type(sampler_of_indices(index_sampler)).__name__
+        self._name = type(samplers.sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
-        self._stateful = stateful = sampler_with_state(index_sampler)
+        self._stateful = stateful = samplers.sampler_with_state(index_sampler)
         self._begin = self._oldest = self._drawn = begin
         self._length = 0  # the sampler's own length, if it has one
         if stateful is not None:
@@ -88,8 +83,7 @@ class TrackedBatches(Iterator[Any]):
         Args:
             taken: Returns how many batches it has had; of earlier ones only checksums are kept.
             reads_each: Returns whether to read the sampler's state after each batch; else before and after
-                the first one: with that, some samplers draw a seed, and with their last one they may begin
-                anew.
+                the first one: with that, some samplers draw a seed.
             looks: First batches that are checked in an epoch that is not resumed; `checksum` then warns.
         """
         self._taken, self._reads_each, self._looks = taken, reads_each, looks
@@ -159,8 +153,7 @@ class TrackedBatches(Iterator[Any]):
 
         None if some of them are not drawn again yet, since an earlier program had them out of order.
 
-        Logs a warning, once, if the sampler cannot give the same batches again. It is an error only on
-        resuming, so that a program that only saves states is not stopped.
+        Logs a warning, once, if the sampler cannot give the same batches again; resuming is the error.
         """
         if self._warning and not self._told:
             self._told = True
@@ -187,11 +180,11 @@ def state_of(sampler: Any, before: Any = None) -> Any:
 def pass_over_end(index_sampler: Any, make_state: Callable[[], Any]) -> None:
     """Have a sampler that was set to its own state from an epoch's end begin the next epoch.
 
-    There some samplers have begun anew already, and others give nothing once. A sampler may keep the state
-    that it is given, and change it: so ``make_state`` is to make a new one at each call.
+    There some samplers have begun anew already, and others give nothing once. A sampler may change the state
+    that it is given: so ``make_state`` makes a new one.
     """
     if list(itertools.islice(iter(index_sampler), 1)):
-        sampler_with_state(index_sampler).load_state_dict(make_state())
+        samplers.sampler_with_state(index_sampler).load_state_dict(make_state())
 
 
 def _state_or_error(sampler: Any, before: Any = None) -> Any:

@@ -8,20 +8,7 @@ Slots of 2 MiB and more get huge pages if the kernel has them.
 Memory is reserved before it is touched: touching a page for which there is no memory is a SIGBUS.
 """
 
-from __future__ import annotations
-
-from shmloader.memory.limits import check_headroom, spare_nbytes
-from shmloader.memory.mapping import PAGE_NBYTES, Extent, map_copy_on_write, whole_pages, why_unavailable
+from shmloader.memory.mapping import PAGE_NBYTES, Extent, whole_pages, why_unavailable
 from shmloader.memory.segment import Descriptor, Segment
 
-__all__ = [
-    "PAGE_NBYTES",
-    "Descriptor",
-    "Extent",
-    "Segment",
-    "check_headroom",
-    "map_copy_on_write",
-    "spare_nbytes",
-    "whole_pages",
-    "why_unavailable",
-]
+__all__ = ["PAGE_NBYTES", "Descriptor", "Extent", "Segment", "whole_pages", "why_unavailable"]

@@ -203,27 +203,18 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 class ProcessorUse(NamedTuple):
-    """Processor time used up to a moment; the difference of two tells what a span of time used.
+    """Processor time used up to a moment; the difference of two tells what a span of time used."""
 
-    Attributes:
-        at_s: The moment, by ``time.monotonic()``.
-        own_s: Seconds of this process, of children that it has waited for, and of given ones that live.
-        busy_s: Seconds of everything on the machine, and of time that its host has given to others.
-        periods: Periods of the scheduler in which a cgroup with a quota ran; 0 without a quota.
-        throttled: Those in which its quota was used up.
-    """
-
-    at_s: float
-    own_s: float
-    busy_s: float
-    periods: int
-    throttled: int
+    at_s: float  # the moment, by ``time.monotonic()``
+    own_s: float  # seconds of this process, of children that it has waited for, and of given ones that live
+    busy_s: float  # seconds of everything on the machine, and of time that its host has given to others
+    periods: int  # periods of the scheduler in which a cgroup with a quota ran; 0 without a quota
+    throttled: int  # those in which its quota was used up
 
     def shares_since(self, before: ProcessorUse) -> dict[str, float]:
         """Cores that were busy, on average, since an earlier moment, by this program and by all others.
 
-        Returns:
-            ``own_cores``, ``foreign_cores``, and ``throttled_share`` of the scheduler's periods.
+        Returns ``own_cores``, ``foreign_cores``, and ``throttled_share`` of the scheduler's periods.
         """
         seconds = max(self.at_s - before.at_s, 1e-9)
         own_s = max(0.0, self.own_s - before.own_s)

@@ -13,6 +13,8 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
+from ctypes import CFUNCTYPE
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,19 +42,24 @@ _allowed: set[str] = set()  # functions of `os` that worked when they were tried
 def _load_libc() -> tuple[Any, str | None]:
     """The C library, with the signatures of its functions; or None, and the reason."""
     pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    signatures = {
+        "mmap": (pointer, pointer, size, number, number, number, offset),
+        "mremap": (pointer, pointer, size, size, number, pointer),
+        "madvise": (number, pointer, size, number),
+        "mprotect": (number, pointer, size, number),
+        "fallocate": (number, number, number, offset, offset),
+    }
     try:
-        library = ctypes.CDLL(None, use_errno=True)
+        library = ctypes.CDLL(None)
     except (OSError, TypeError) as error:  # TypeError: on Windows
         return None, f"the C library cannot be called (ctypes.CDLL(None): {error})"
     try:
-        library.mmap.restype = library.mremap.restype = pointer
-        library.mmap.argtypes = [pointer, size, number, number, number, offset]
-        library.mremap.argtypes = [pointer, size, size, number]
-        library.madvise.argtypes = library.mprotect.argtypes = [pointer, size, number]
-        library.fallocate.argtypes = [number, number, offset, offset]
+        calls = {
+            name: CFUNCTYPE(*kinds, use_errno=True)((name, library)) for name, kinds in signatures.items()
+        }
     except AttributeError as error:
         return None, f"the C library lacks a function ({error})"
-    return library, None
+    return SimpleNamespace(**calls), None
 
 
 libc, _why_no_libc = _load_libc()
@@ -143,8 +150,7 @@ class Extent:
         # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
         take_space(self.nbytes, READ_WRITE, 0).close()
         # The source stays mapped, empty. Others might map something in a hole, which its owner would unmap.
-        target = ctypes.c_void_p(self.address)
-        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, target) == _MAP_FAILED:
+        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, self.address) == _MAP_FAILED:
             why = os.strerror(ctypes.get_errno())
             raise SharedMemoryExhausted(
                 f"moving a mapping of {self.nbytes:,} bytes failed: {why} (it needs Linux 5.7). The worker "

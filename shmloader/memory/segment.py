@@ -12,7 +12,7 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory.huge_pages import take_huge_pages
 from shmloader.memory.limits import check_headroom, exhausted
-from shmloader.memory.mapping import Extent, libc, whole_pages
+from shmloader.memory.mapping import HUGE_NBYTES, Extent, libc, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
@@ -29,6 +29,12 @@ class Descriptor:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+
+    def close(self) -> None:
+        """Close it in this process, once."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _received_descriptor, (reduction.DupFd(self.fd),)
@@ -69,7 +75,8 @@ class Segment:
                 needed_nbytes=nbytes,
             )
         try:
-            take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
+            if nbytes >= HUGE_NBYTES:
+                take_huge_pages(self._descriptor.fd, slot * SLOT_STRIDE, held_nbytes, nbytes)
             os.posix_fallocate(self._descriptor.fd, slot * SLOT_STRIDE, nbytes)
         except OSError as error:
             self.discard(slot, nbytes, held_nbytes)  # what could be had of it
@@ -94,9 +101,7 @@ class Segment:
 
     def close(self) -> None:
         """Drop this object's hold on all slots; mapped extents live on while they are used."""
-        if self._descriptor.fd >= 0:
-            os.close(self._descriptor.fd)
-            self._descriptor.fd = -1
+        self._descriptor.close()
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return Segment, (self._descriptor,)

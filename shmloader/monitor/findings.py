@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from shmloader.monitor.inside import Report
 from shmloader.monitor.processes import ProcessMemory
 
-LEAST_NBYTES = 16_000_000
-"""Growth of a worker's private memory about which something is said."""
+LEAST_NBYTES = 32_000_000
+"""Bytes about which something is said: of private memory, of an owner, of unexplained growth in a minute."""
 
-_LEAST_OF_OTHERS = 32_000_000  # of a process that is no loader's worker, in the last minute
-_LEAST_S_OF_OTHERS = 50.0
-_LEAST_OWNED = 0.25  # of what has grown, by what is called its cause
+_MOST_OF_OWNER = 2  # times the bytes of what is called the cause: its pages hold more, and batches take some
+_LEAST_S = 50.0  # of growth that nothing explains
 _LEAST_RATE = 1_000_000  # bytes per minute; less is not called growth
 
 
@@ -25,12 +24,14 @@ class Growth:
         process: The process, as it is now.
         nbytes: Bytes since it was first read.
         nbytes_per_min: Bytes per minute, in the last minute.
+        resident_nbytes_per_min: The same of all its memory, which does not grow where shared becomes private.
         seconds: Seconds of that minute in which it was followed.
     """
 
     process: ProcessMemory
     nbytes: int
     nbytes_per_min: float
+    resident_nbytes_per_min: float
     seconds: float
 
 
@@ -69,32 +70,34 @@ def find(
     if not looks_inside:
         why = "the cause cannot be told from outside, but if the program is started by this command"
     for pid, growth in growths.items():
-        is_long = growth.seconds >= _LEAST_S_OF_OTHERS  # programs grow while they start
-        if pid not in workers and is_long and growth.nbytes_per_min >= _LEAST_OF_OTHERS:
+        grows_itself = growth.resident_nbytes_per_min >= LEAST_NBYTES  # not only as its children end
+        if pid not in workers and grows_itself and _is_lasting(growth):
             grows = f"grows by {megabytes(growth.nbytes_per_min)}/min"
             yield Finding((pid, 0), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}")
 
 
+def _is_lasting(growth: Growth) -> bool:
+    """Whether a process grows that nothing explains, and not only because it starts."""
+    return growth.seconds >= _LEAST_S and growth.nbytes_per_min >= LEAST_NBYTES
+
+
 def _forked(report: Report, workers: Sequence[Growth]) -> Finding | None:
-    """On forked workers, which copy objects by reading them."""
-    most = max((growth.nbytes for growth in workers), default=0)
-    if most < LEAST_NBYTES:
-        return None
-    rate = max(growth.nbytes_per_min for growth in workers)
+    """On forked workers, which copy objects by reading them. At their start they have no private memory."""
+    most = max((growth.process.private_nbytes for growth in workers), default=0)
+    rate = max((growth.nbytes_per_min for growth in workers), default=0.0)
     each = f"each of {len(workers)} workers'" if len(workers) > 1 else "the worker's"
-    grows = f"grows by {megabytes(rate)}/min" if rate >= _LEAST_RATE else f"has grown by {megabytes(most)}"
+    grows = f"grows by {megabytes(rate)}/min" if rate >= _LEAST_RATE else "has grown"
     said = f"{each} private memory {grows}"
-    if report.error or report.nbytes < _LEAST_OWNED * most:
-        looked = (
-            report.error
-            or f"`{report.owner}`, the largest in {report.dataset}, has {megabytes(report.nbytes)}"
-        )
-        said += f" ({megabytes(most)} so far). The cause cannot be told: {looked}"
-    else:
+    if report.nbytes >= LEAST_NBYTES and LEAST_NBYTES <= most <= _MOST_OF_OWNER * report.nbytes:
         said += (
             f" towards the {megabytes(report.nbytes)} of `{report.owner}` ({megabytes(most)} so far): a "
             f"forked worker copies the objects that it reads. {cure(report)}"
         )
+    elif any(map(_is_lasting, workers)):
+        holds = f"`{report.owner}`, the largest in {report.dataset}, has only {megabytes(report.nbytes)}"
+        said += f" ({megabytes(most)} so far). The cause cannot be told: {report.error or holds}"
+    else:
+        return None
     return Finding((report.pid, report.loader), most, said)
 
 

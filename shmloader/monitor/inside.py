@@ -6,6 +6,7 @@ what can be shared does, and runs none of the program's code. What fails here is
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -102,14 +103,12 @@ def _send(report: Report) -> None:
         listener(report)
     if path := os.environ.get(REPORTS):
         line = json.dumps(asdict(report)).encode() + b"\n"
-        try:
+        with contextlib.suppress(OSError):  # the command has ended, or the disk is full
             fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-        except OSError:  # the command has ended
-            return
-        try:
-            os.write(fd, line)
-        finally:
-            os.close(fd)
+            try:
+                os.write(fd, line)  # in one piece, beside those of other ranks
+            finally:
+                os.close(fd)
 
 
 def _look(loader: Any, frame: types.FrameType | None) -> Report:

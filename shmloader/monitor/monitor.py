@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -74,6 +75,8 @@ class Monitor:
         self._first: dict[int, ProcessMemory] = {}
         self._began_s = time.monotonic()
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shmloader-monitor", daemon=True)
+        self._stop_listening: Callable[[], None] = lambda: None
         self.readings: list[Reading] = []
         self.last = self.peak = Reading(0.0, (), {}, memory_headroom())
         self.cost_s = 0.0
@@ -100,8 +103,7 @@ class Monitor:
 
     def add(self, reading: Reading) -> None:
         """Take up a reading, which may come from elsewhere."""
-        for process in reading.processes:
-            self._first.setdefault(process.pid, process)
+        self._first = {process.pid: self._first.get(process.pid, process) for process in reading.processes}
         if len(self.readings) >= _MOST_READINGS:
             self.readings = self.readings[::2]
         self.readings.append(reading)
@@ -120,10 +122,11 @@ class Monitor:
         for process in at.processes:
             then, before = oldest[process.pid]
             seconds = at.time_s - then.time_s
+            per_min = 60 / seconds if seconds >= _LEAST_WINDOW_S else 0.0
             more = process.private_nbytes - before.private_nbytes
-            rate = more * 60 / seconds if seconds >= _LEAST_WINDOW_S else 0.0
-            first = self._first[process.pid].private_nbytes
-            growths[process.pid] = Growth(process, process.private_nbytes - first, rate, seconds)
+            resident = more + process.shared_nbytes - before.shared_nbytes
+            nbytes = process.private_nbytes - self._first[process.pid].private_nbytes
+            growths[process.pid] = Growth(process, nbytes, more * per_min, resident * per_min, seconds)
         return growths
 
     def time_to_limit_s(self, at: Reading) -> float | None:
@@ -153,8 +156,8 @@ class Monitor:
 
     def __enter__(self) -> Self:
         """Begin to read in a thread."""
-        self._stop_listening = listen(self._note) if self._is_own else lambda: None
-        self._thread = threading.Thread(target=self._run, name="shmloader-monitor", daemon=True)
+        if self._is_own:
+            self._stop_listening = listen(self._note)
         self._thread.start()
         return self
 

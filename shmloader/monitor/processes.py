@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,6 +111,7 @@ class ProcessTree:
                         reached.add(child.pid)
                         alive.setdefault(child.pid, child)
         self._known = alive
+        self._names = {pid: name for pid, name in self._names.items() if pid in alive}  # numbers come again
 
     def _name(self, pid: int) -> str:
         if pid not in self._names:
@@ -129,11 +130,11 @@ def _describe(words: list[str]) -> str:
     role = next((role for module, role in _ROLES.items() if module in line), None)
     if role is not None or not words:
         return role or ""
-    shown = next((word for word in words[1:] if not word.startswith("-")), "")
-    return f"{Path(words[0]).name} {Path(shown).name if '/' in shown else shown}"[:40].split("\n")[0].strip()
+    first = next((word for word in words[1:] if word == "-c" or not word.startswith("-")), "")
+    return f"{Path(words[0]).name} {Path(first).name}".strip()[:40]
 
 
-def shared_nbytes(pids: Iterable[int]) -> dict[str, int]:
+def shared_nbytes(pids: Sequence[int]) -> dict[str, int]:
     """Bytes of shared memory by owner: each part of a file once, whoever maps it."""
     names: dict[tuple[bytes, int], str] = {}
     parts: defaultdict[tuple[bytes, int], set[tuple[int, int]]] = defaultdict(set)
@@ -150,7 +151,8 @@ def shared_nbytes(pids: Iterable[int]) -> dict[str, int]:
         owner = next(owner for prefix, owner in _OWNERS.items() if name.startswith(prefix))
         sums[owner] += _covered_nbytes(parts[key])
     inodes = {inode for _, inode in names}
-    with contextlib.suppress(OSError), os.scandir("/dev/shm") as entries:
+    folder = f"/proc/{next(iter(pids), 'self')}/root/dev/shm"  # a container has its own
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
             if status.st_ino not in inodes and status.st_uid == os.getuid():

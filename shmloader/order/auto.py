@@ -122,17 +122,12 @@ def auto_for(loader: Any, before: Auto | None) -> Auto | None:
     if None not in given:
         return None
     if before is None or before.given != given:
-        before = Auto(max(1, int(workers)), int(prefetch), given, _most_workers())
+        # Most workers: one for each usable core, of this rank's share if ranks share the machine.
+        found, ranks = cores(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
+        shared = int(ranks) if ranks.isdecimal() and found.affinity == found.machine else 1
+        before = Auto(max(1, int(workers)), int(prefetch), given, max(1, found.usable // max(1, shared)))
     before.show_in(loader)
     return before
-
-
-def _most_workers() -> int:
-    """One for each usable core, or for this rank's share of the cores if ranks share the machine."""
-    found = cores()
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-    shared = int(ranks) if ranks.isdecimal() and found.affinity == found.machine else 1
-    return max(1, found.usable // max(1, shared))
 
 
 class Growth:

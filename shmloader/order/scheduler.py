@@ -134,11 +134,7 @@ class Scheduler:
     """Sends tasks for one iterator, epoch after epoch."""
 
     def __init__(
-        self,
-        settings: Settings,
-        exchange: Exchange,
-        auto: Auto | None,
-        next_epoch: NextEpoch | None = None,
+        self, settings: Settings, exchange: Exchange, auto: Auto | None, next_epoch: NextEpoch | None = None
     ) -> None:
         # The policy of dynamic dispatch; None with static dispatch.
         self.free_workers: FreeWorkers | None = None
@@ -192,9 +188,9 @@ class Scheduler:
             return None
         early = self._next_epoch.take(discard=discard or self._table.due() is not None)
         if early is None:
-            self._counters.epochs_in_vain += 1
+            self._counters.add(epochs_in_vain=1)
             return None
-        self._counters.epochs_prefetched += 1
+        self._counters.add(epochs_prefetched=1)
         return early
 
     def discard_early(self) -> None:
@@ -285,7 +281,7 @@ class Scheduler:
         if self._sent == self._length:  # its end is asked for as early as with static dispatch
             return False
         sent = self._send_task()
-        self._counters.tasks_ahead += sent
+        self._counters.add(tasks_ahead=sent)
         return sent
 
     # --- workers whose iterable-style dataset is exhausted

@@ -5,20 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError
-from shmloader.indices.samplers import (
-    is_torchs,
-    ranks_share,
-    sampler_with_state,
-    sharded_sampler,
-    with_inner,
-)
+from shmloader.indices import samplers
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
 from shmloader.wire.stream_records import STRIDE
@@ -52,7 +46,8 @@ ONE_RANK = (
 _OF_ACCELERATE = ("num_processes", "split_batches")
 _OF_TORCH = ("seed", "initial_seed", "shuffle", "replacement", "drop_last", "num_replicas", "rank")
 _OF_TOKEN_BATCHES = ("max_tokens", "layout", "max_samples")
-_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES)
+_OF_MIXTURES = ("mixture", "stopping_strategy", "epoch_size", "run_length")
+_SETTINGS = (*_OF_TORCH, *_OF_ACCELERATE, *_OF_TOKEN_BATCHES, *_OF_MIXTURES)
 _OF_THE_RUN = {"batch_size", "sampler's num_replicas", "sampler's rank", "sampler's samples"}
 """Keys that may differ if the sampler counts samples of all ranks."""
 _OF_THE_EPOCH = {"dataset_len", "batch_size", "drop_last", "sampler's samples"}
@@ -79,7 +74,7 @@ def signed(state: State) -> State:
 def described(settings: Settings) -> State:
     """The keys of a state that describe the loader that wrote it."""
     index_sampler = settings.index_sampler
-    samplers = with_inner(index_sampler)
+    nested = samplers.with_inner(index_sampler)
     batch_size = settings.batch_size
     drop_last = getattr(settings.batch_sampler, "drop_last", settings.drop_last)
     if batch_size is None and isinstance(index_sampler, BatchSampler):  # as batch_sampler= or as sampler=
@@ -94,26 +89,26 @@ def described(settings: Settings) -> State:
         "dataset_len": length,
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(drop_last),
-        "sampler": " of ".join(type(sampler).__name__ for sampler in samplers),
-        "sampler_settings": json.dumps(_settings(samplers) | _run_of(settings)),
+        "sampler": " of ".join(type(sampler).__name__ for sampler in nested),
+        "sampler_settings": json.dumps(_settings(nested) | _run_of(settings)),
     }
 
 
-def _settings(samplers: list[Any]) -> dict[str, Any]:
+def _settings(nested: list[Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for sampler in reversed(samplers):  # the outermost counts
+    for sampler in reversed(nested):  # the outermost counts
         if type(sampler) is not BatchSampler:
             attributes = getattr(sampler, "__dict__", {})
             found |= {
                 name: attributes[name] for name in _SETTINGS if type(attributes.get(name)) in (int, bool, str)
             }
-            found |= {"samples": len(sampler)} if is_torchs(sampler) else {}
+            found |= {"samples": len(sampler)} if samplers.is_torchs(sampler) else {}
     return found
 
 
 def _run_of(settings: Settings) -> dict[str, str]:
     """The rank that writes a state, as a setting; not of an order that ranks share, nor of a stream."""
-    is_common = ranks_share(settings) and settings.in_order
+    is_common = samplers.ranks_share(settings) and settings.in_order
     with contextlib.suppress(ValueError):  # variables of somebody else
         rank, ranks = rank_and_ranks()
         if ranks > 1 and not is_common and not settings.is_iterable:
@@ -127,13 +122,13 @@ def is_of_one_rank(settings: Settings, state: Mapping[str, Any]) -> bool:
     Of samplers that are neither torch's nor have a state of their own, the checksum tells.
     """
     index_sampler = settings.index_sampler
-    own = sampler_with_state(index_sampler) is not None or (
-        is_torchs(index_sampler) and bool(state["sampler_generator"])
+    own = samplers.sampler_with_state(index_sampler) is not None or (
+        samplers.is_torchs(index_sampler) and bool(state["sampler_generator"])
     )
     if state["stream"]:
         own = json.loads(state["stream"])["layout"] != STRIDE
     in_order = state["in_order"] or is_between_epochs(state)
-    return not in_order or (own and not ranks_share(settings))
+    return not in_order or (own and not samplers.ranks_share(settings))
 
 
 def is_between_epochs(state: Mapping[str, Any]) -> bool:
@@ -142,15 +137,27 @@ def is_between_epochs(state: Mapping[str, Any]) -> bool:
 
 
 def behind(state: Mapping[str, Any]) -> tuple[int, ...]:
-    """The batches that were returned out of order, after the first one that is missing."""
-    return tuple(map(int, filter(None, state["batches_behind"].split(","))))
+    """The batches that were returned out of order, or are to be left out, from the first missing one on."""
+    runs = [text.split("-") for text in filter(None, state["batches_behind"].split(","))]
+    return tuple(position for run in runs for position in range(int(run[0]), int(run[-1]) + 1))
+
+
+def listed(positions: Iterable[int]) -> str:
+    """Batches as a state lists them: ``"7,10-20"``."""
+    runs: list[list[int]] = []
+    for position in sorted(positions):
+        if runs and position == runs[-1][1] + 1:
+            runs[-1][1] = position
+        else:
+            runs.append([position, position])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
-    _check_whole(state)
+    check_whole(state)
     index_sampler = settings.index_sampler
-    sharded, between_epochs = sharded_sampler(index_sampler), is_between_epochs(state)
+    sharded = samplers.sharded_sampler(index_sampler)
     of_loader = described(settings)
     here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})
     may_differ = _may_differ(state, settings) | ({"sampler's run"} - (here.keys() & then.keys()))
@@ -162,7 +169,9 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         differences.append("with in_order=False its batches are no prefix of the order that ranks share")
     if not {"sampler's run", "sampler's rank"}.isdisjoint(names):
         differences.append(ONE_RANK)
-    has_state = sampler_with_state(index_sampler) is not None or not (sharded is None or between_epochs)
+    has_state = samplers.sampler_with_state(index_sampler) is not None
+    has_state |= sharded is not None and not is_between_epochs(state)
+    has_state |= samplers.mixture_sampler(index_sampler) is not None
     if has_state != (state["sampler_state"] is not None) and not differences:
         has, text = "a" if has_state else "no", state["sampler_state"]
         differences = [f"sampler_state is {text!r:.50} in the state, and the sampler has {has} state_dict()"]
@@ -176,7 +185,7 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
         )
 
 
-def _check_whole(state: Mapping[str, Any]) -> None:
+def check_whole(state: Mapping[str, Any]) -> None:
     """Refuse what is no state, a state of another version, and a damaged one."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"a state is a dict, not {state!r:.100}. Pass what state_dict() returned, or {{}}.")
@@ -208,8 +217,8 @@ def _may_differ(state: Mapping[str, Any], settings: Settings) -> set[str]:
         names |= {f"sampler's {name}" for name in seeds}
     if not is_of_one_rank(settings, state):
         names |= {"sampler's run"}
-        names |= {"sampler's rank"} if ranks_share(settings) else set()
-        names |= _OF_THE_RUN if sharded_sampler(settings.index_sampler) is not None else set()
+        names |= {"sampler's rank"} if samplers.ranks_share(settings) else set()
+        names |= _OF_THE_RUN if samplers.sharded_sampler(settings.index_sampler) is not None else set()
     if settings.is_iterable:
         names |= {"batch_size"}
     return names | _OF_THE_EPOCH if is_between_epochs(state) else names

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from shmloader.resume.progress import Follower
-from shmloader.resume.states import Epoch, States
+from shmloader.resume.readers import Epoch, Readers
 
 _T = TypeVar("_T")
 
@@ -20,17 +20,22 @@ class Reading:
     """How far one reader behind a look-ahead has come. Make it before the look-ahead begins to read.
 
     Args:
-        states: The loader's.
+        readers: The loader's.
         reader: The object that hands out the batches. When it dies, the epoch is left where it is.
         explain: Raises the error for a reader whose batches are not of this loader; or returns, if the loader
             has no states.
     """
 
-    def __init__(self, states: States, reader: object, explain: Callable[[], None]) -> None:
-        self._states, self._explain, self._reader = states, explain, weakref.ref(reader)
+    def __init__(self, readers: Readers, reader: object, explain: Callable[[], None]) -> None:
+        self._readers, self._explain, self._reader = readers, explain, weakref.ref(reader)
         self._epoch: Epoch | None = None
         self._follower: Follower | None = None
-        states.expect_reader()
+        readers.expect(self._reader)
+
+    def ask(self) -> None:
+        """Note that the look-ahead is asked for its next batch."""
+        if self._follower is not None:
+            self._follower.ask()
 
     def take(self) -> None:
         """Note that a batch came out of the look-ahead.
@@ -44,7 +49,7 @@ class Reading:
             return
         # The batch was returned before it came out. So one more than were returned is the next epoch's.
         while follower.count >= epoch.progress.returned and epoch.next is not None:
-            epoch, follower = self._states.follow_next(epoch, follower)
+            epoch, follower = self._readers.follow_next(epoch, follower)
         self._epoch, self._follower = epoch, follower
         follower.take()
 
@@ -58,7 +63,7 @@ class Reading:
         """Begin with the loader's epoch, if it has not begun; at the latest, the first batch does this."""
         if self._follower is not None:
             return
-        self._epoch = epoch = self._states.epoch_of_reader()
+        self._epoch = epoch = self._readers.epoch_now()
         if epoch is None:
             self._explain()
         else:
@@ -68,12 +73,12 @@ class Reading:
 class Followed(Iterable[_T], Generic[_T]):
     """What a look-ahead gives, followed by the loader that it reads; see `DataLoader.follow`."""
 
-    def __init__(self, states: States, batches: Iterable[_T], explain: Callable[[], None]) -> None:
-        self._states, self._batches, self._explain = states, batches, explain
+    def __init__(self, readers: Readers, batches: Iterable[_T], explain: Callable[[], None]) -> None:
+        self._readers, self._batches, self._explain = readers, batches, explain
 
     def __iter__(self) -> Iterator[_T]:
         """A pass over the look-ahead."""
-        return _Reader(self._states, self._batches, self._explain)
+        return _Reader(self._readers, self._batches, self._explain)
 
     def __len__(self) -> int:
         """The look-ahead's length; a TypeError if it has none."""
@@ -81,11 +86,12 @@ class Followed(Iterable[_T], Generic[_T]):
 
 
 class _Reader(Iterator[_T]):
-    def __init__(self, states: States, batches: Iterable[_T], explain: Callable[[], None]) -> None:
-        self._reading = Reading(states, self, explain)
+    def __init__(self, readers: Readers, batches: Iterable[_T], explain: Callable[[], None]) -> None:
+        self._reading = Reading(readers, self, explain)
         self._iterator = iter(batches)
 
     def __next__(self) -> _T:
+        self._reading.ask()
         try:
             batch = next(self._iterator)
         except StopIteration:

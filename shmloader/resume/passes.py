@@ -9,21 +9,12 @@ from typing import Any, NoReturn
 import torch
 
 from shmloader.errors import ResumeError
+from shmloader.indices import samplers
 from shmloader.indices.compact_states import digest_of
-from shmloader.indices.samplers import (
-    GeneratorStates,
-    draw_seed,
-    draws_one_seed,
-    generator_of,
-    generator_states,
-    sampler_with_epoch,
-    sampler_with_state,
-    sharded_sampler,
-)
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
-from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
+from shmloader.resume.replay import batches_by_own_state, batches_from, load_place, set_generator
 from shmloader.resume.stream_progress import StreamProgress
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
@@ -42,7 +33,6 @@ class Pass:
         looks: First batches at which a sampler is checked for draws from global generators.
 
     Attributes:
-        settings: As above.
         before: States of the generators before ``iter()``; None in mid-epoch.
         stream: The progress of an iterable-style dataset, with the rules for its workers; or None.
         keeps_draws: Whether draws of ``iter()`` from torch's global generator stay: not in mid-epoch, where
@@ -63,7 +53,7 @@ class Pass:
         self.settings = settings
         self._loaded, self._set_epoch, self._is_asked, self._looks = loaded, set_epoch, is_asked, looks
         self.global_before = torch.get_rng_state()
-        self.before: GeneratorStates | None = None
+        self.before: samplers.GeneratorStates | None = None
         self.progress: Progress | None = None
         self._goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
         self._repeats_iter = self.keeps_draws = True
@@ -74,7 +64,7 @@ class Pass:
         else:
             if loaded is not None:
                 self._set_generators(loaded)
-            self.before = generator_states(settings.index_sampler, settings.generator)
+            self.before = samplers.generator_states(settings.index_sampler, settings.generator)
         self.stream = StreamProgress(settings, self._goes_on) if settings.is_iterable else None
 
     def seeds(self, drawn: int) -> tuple[int, int]:
@@ -93,7 +83,7 @@ class Pass:
         return loaded["base_seed"], epoch
 
     def begin(
-        self, sampler_iter: Iterator[Any], before: GeneratorStates | None, seeds: tuple[int, int]
+        self, sampler_iter: Iterator[Any], before: samplers.GeneratorStates | None, seeds: tuple[int, int]
     ) -> tuple[Iterator[Any], Progress]:
         """Begin the epoch: returns its index batches, from its place on, and its progress.
 
@@ -106,9 +96,9 @@ class Pass:
             ResumeError: If the state cannot be resumed from.
         """
         settings, goes_on = self.settings, self._goes_on
-        sampler_epoch = getattr(sampler_with_epoch(settings.index_sampler), "epoch", None)
+        sampler_epoch = getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None)
         done: int | tuple[int, ...] = 0
-        in_order, global_before = True, self.global_before
+        in_order, global_before, sampler_begin = True, self.global_before, {"consumed": 0, "batches": 0}
         if goes_on is not None:
             self._check_epoch(goes_on, sampler_epoch)
             set_generator(settings.generator, goes_on, "loader_generator")
@@ -116,10 +106,14 @@ class Pass:
             done = (goes_on["batches"], *early) if early else done
             in_order = settings.is_iterable or goes_on["in_order"]
             global_before = goes_on["global_generator"]
+            if goes_on["sampler_state"] and samplers.sharded_sampler(settings.index_sampler) is not None:
+                sampler_begin = unpack_user_state(goes_on["sampler_state"])
         if goes_on is not None and not settings.is_iterable and (done or goes_on["sampler_generator"]):
-            before = GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
+            before = samplers.GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
         elif settings.is_iterable or (goes_on is not None and before is not None):
-            before = generator_states(settings.index_sampler, settings.generator)  # all is drawn, or set
+            before = samplers.generator_states(settings.index_sampler, settings.generator)  # drawn, or set
+        batches = self._batches(sampler_iter)
+        tracked = batches if isinstance(batches, TrackedBatches) else None
         progress = Progress(
             *seeds,
             sampler_epoch,
@@ -129,14 +123,12 @@ class Pass:
             self._set_epoch,
             in_order,
             self.stream,
+            tracked,
             by_arrival=not (settings.comes_in_order or settings.is_iterable),
+            sampler_begin=sampler_begin,
         )
-        if goes_on is not None and goes_on["sampler_state"] and sharded_sampler(settings.index_sampler):
-            progress.begin_sampler(unpack_user_state(goes_on["sampler_state"]))
-        batches = self._batches(sampler_iter)
-        if isinstance(batches, TrackedBatches):
-            batches.follow(lambda: progress.oldest, self._is_asked, self._looks)
-            progress.track(batches)
+        if tracked is not None:
+            tracked.follow(lambda: progress.oldest, self._is_asked, self._looks)
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
             batches = _first_drawn(batches)
@@ -162,18 +154,20 @@ class Pass:
             )
         if self._goes_on is not None:
             return self._rest(self._goes_on)
-        if loaded is not None and sampler_with_state(index_sampler) is not None:
+        if loaded is not None and samplers.sampler_with_state(index_sampler) is not None:
             unchanged = described(settings).items() <= loaded.items()
             return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
+        if loaded is not None and (mixed := samplers.mixture_sampler(index_sampler)) is not None:
+            load_place(mixed, loaded)  # nothing is drawn before the first batch
         return track(index_sampler, sampler_iter)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""
         index_sampler, generator = self.settings.index_sampler, self.settings.generator
-        if draws_one_seed(index_sampler) and goes_on["sampler_generator"]:
-            draw_seed()  # as the sampler would have done
+        if samplers.draws_one_seed(index_sampler) and goes_on["sampler_generator"]:
+            samplers.draw_seed()  # as the sampler would have done
         batches = batches_from(index_sampler, goes_on, generator)
-        if generator_of(index_sampler) is generator:
+        if samplers.generator_of(index_sampler) is generator:
             # If the order was drawn before the base seed, the two differ, and the generator continues after
             # the seed.
             set_generator(generator, goes_on, "loader_generator")
@@ -181,7 +175,7 @@ class Pass:
 
     def _set_generators(self, loaded: State) -> None:
         """Set the loader's and the sampler's own generators to their states in a state."""
-        generator = generator_of(self.settings.index_sampler)
+        generator = samplers.generator_of(self.settings.index_sampler)
         if generator is not torch.default_generator:
             set_generator(generator, loaded, "sampler_generator")
         set_generator(self.settings.generator, loaded, "loader_generator")

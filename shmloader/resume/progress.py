@@ -17,27 +17,26 @@ from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
 
 @dataclass(eq=False)
 class Follower:
-    """How far a reader behind a look-ahead has come in one epoch.
+    """How far a reader behind a look-ahead has come in one epoch."""
 
-    Attributes:
-        reader: Returns the reader, while it lives.
-        thread: The number of the thread that it began in.
-        count: Batches that came out of the look-ahead.
-        ended: Whether no more will come.
-    """
-
-    reader: Callable[[], object]
-    thread: int = field(default_factory=threading.get_ident)
-    count: int = 0
-    ended: bool = False
+    reader: Callable[[], object]  # returns the reader, while it lives
+    thread: int = field(default_factory=threading.get_ident)  # that it began in
+    waits: bool = False  # it has asked the look-ahead for the next batch
+    count: int = 0  # batches that came out of the look-ahead
+    ended: bool = False  # no more will come
 
     @property
     def reads(self) -> bool:
         """Whether more may come out."""
         return not self.ended and self.reader() is not None
 
+    def ask(self) -> None:
+        """Note that the next batch is asked for."""
+        self.waits = True
+
     def take(self) -> None:
         """Note that a batch came out."""
+        self.waits = False
         self.count += 1
 
     def end(self) -> None:
@@ -51,43 +50,28 @@ class Progress:
 
     The iterator tells it what happens. The loader keeps it when the iterator dies, at a ``break`` say.
     `Follower` objects tell how much of what was returned is used, if something reads ahead.
-
-    Attributes:
-        base_seed: The iterator's base seed.
-        iterator_epoch: Epochs of the iterator before this one; seeds of samples depend on both.
-        sampler_epoch: The sampler's epoch, if it has one.
-        global_before: State of torch's global generator before ``iter()``; its digest if an earlier program
-            called that.
-        before: States of the generators before the sampler drew the order, maybe in an earlier program; None
-            if it has not yet.
-        done: Index batches that are done: returned, left out for having no good sample, or raised from
-            ``next()``. Out of order, a tuple of that number and of the done positions after it.
-        set_epoch: The argument of the last ``loader.set_epoch()`` before it began, or None.
-        in_order: Whether no batch has come out of order in an earlier program.
-        stream: For an iterable-style dataset the `StreamProgress`; `done` is then a number.
-        tracked: The sampler's batches, if it is not torch's.
-        finished: Whether ``next()`` has raised ``StopIteration``.
-        before_next: Like `before`, for the next epoch, if that has begun.
-        by_arrival: Whether batches are returned as they arrive.
-        sampler_begin: The state that a `ShardedSampler` began with.
-        followers: Those who read this epoch behind a look-ahead.
     """
 
-    base_seed: int
-    iterator_epoch: int
-    sampler_epoch: int | None
+    base_seed: int  # the iterator's
+    iterator_epoch: int  # epochs of the iterator before this one; seeds of samples depend on both
+    sampler_epoch: int | None  # if the sampler has one
+    # State of torch's global generator before ``iter()``; its digest if an earlier program called that.
     global_before: torch.Tensor | str
+    # States of the generators before the sampler drew the order, maybe in an earlier program; None before.
     before: GeneratorStates | None
+    # Index batches that are done: returned, left out for having no good sample, or raised from ``next()``.
+    # Out of order, a tuple of that number and of the done positions after it. Of a stream it is a number.
     done: int | tuple[int, ...] = 0
-    set_epoch: int | None = None
-    in_order: bool = True
-    stream: Any = None
-    tracked: TrackedBatches | None = None
-    finished: bool = False
-    before_next: GeneratorStates | None = None
-    by_arrival: bool = False
-    sampler_begin: Mapping[str, int] = field(default_factory=lambda: {"consumed": 0, "batches": 0})
-    followers: list[Follower] = field(default_factory=list)
+    set_epoch: int | None = None  # the argument of the last ``loader.set_epoch()`` before it began
+    in_order: bool = True  # no batch has come out of order in an earlier program
+    stream: Any = None  # for an iterable-style dataset the `StreamProgress`
+    tracked: TrackedBatches | None = None  # the sampler's batches, if it is not torch's
+    finished: bool = False  # ``next()`` has raised ``StopIteration``
+    before_next: GeneratorStates | None = None  # like `before`, for the next epoch, if that has begun
+    by_arrival: bool = False  # batches are returned as they arrive
+    # The state that a `ShardedSampler` began with.
+    sampler_begin: Mapping[str, int] = field(default_factory=dict)
+    followers: list[Follower] = field(default_factory=list)  # they read this epoch behind a look-ahead
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
     _without: list[int] = field(default_factory=list)  # positions done for which no batch was returned
     _latest: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))  # done, if by arrival
@@ -105,6 +89,9 @@ class Progress:
         if self.done == position:  # so none is done after it
             self.done = position + 1
             return
+        if isinstance(self.done, tuple) and self.done[0] == position and self.done[1] > position + 1:
+            self.done = (position + 1, *self.done[1:])  # many may follow that are left out
+            return
         done = {*self.behind, position}
         self.done = _joined(self.taken, sorted(done))
 
@@ -119,14 +106,6 @@ class Progress:
     def begin_order(self, before: GeneratorStates) -> None:
         """Note the states of the generators before the sampler draws its order, with the first batch."""
         self.before = before
-
-    def begin_sampler(self, state: Mapping[str, int]) -> None:
-        """Note the state that a `ShardedSampler` began with."""
-        self.sampler_begin = state
-
-    def track(self, batches: TrackedBatches) -> None:
-        """Keep the batches of a sampler that is not torch's."""
-        self.tracked = batches
 
     def keep(self) -> None:
         """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""
@@ -209,10 +188,11 @@ class Progress:
         """What was done before the latest batches that were returned."""
         undone: set[int] = set()
         for position in reversed(self._latest):
-            if not count:
+            is_batch = position not in self._without
+            if not count and is_batch:
                 break
             undone.add(position)
-            count -= position not in self._without
+            count -= is_batch
         if count:
             raise ResumeError(
                 f"there is no state from so far back, {count:,} batches before the last {HISTORY:,}: with "

@@ -1,13 +1,10 @@
 """The rest of an epoch's index batches, for a resumed program. Main process only.
 
 Nothing is fetched. A sampler with ``state_dict()`` and ``load_state_dict()`` is set to its own state after
-the last batch that the program has had. If that may have been the epoch's last, it is set to the state before
-it, and the batch is drawn again. So its epoch ends as before, whether it begins anew with the last batch or
-gives nothing once.
-
-For any other sampler, its generator is set to its state at the beginning of the epoch. Then the batches that
-the program has had are drawn again: in one slice for torch's commonest samplers, one by one for others. For
-samplers that are not torch's, a checksum tells whether those were the same batches.
+the last batch that the program has had, or before it, if it may have been the epoch's last: the batch is then
+drawn again. For any other sampler, its generator is set back to the beginning of the epoch, and the batches
+that the program has had are drawn again: in one slice for torch's commonest samplers, one by one for others,
+with a checksum that tells whether they are the same.
 """
 
 from __future__ import annotations
@@ -22,16 +19,9 @@ import torch
 from torch.utils.data import BatchSampler
 
 from shmloader.errors import ResumeError
+from shmloader.indices import samplers
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.compact_states import set_to
-from shmloader.indices.samplers import (
-    draws_one_seed,
-    generator_of,
-    load_own_state,
-    sampler_of_indices,
-    sampler_with_state,
-    sharded_sampler,
-)
 from shmloader.indices.tracked_batches import ADVICE, TrackedBatches, pass_over_end, track
 from shmloader.resume.compatibility import State
 from shmloader.resume.user_states import unpack_user_state
@@ -45,11 +35,11 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
     Raises:
         ResumeError: If the sampler does not come to the same place.
     """
-    if sampler_with_state(index_sampler) is not None:
+    if samplers.sampler_with_state(index_sampler) is not None:
         return batches_by_own_state(index_sampler, loaded, generator)
     source = _with_generator(index_sampler, loaded)
-    if (sharded := sharded_sampler(index_sampler)) is not None:
-        sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+    if (sharded := samplers.sharded_sampler(index_sampler)) is not None:
+        load_place(sharded, loaded)
         return iter(source)
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
@@ -64,14 +54,13 @@ def batches_by_own_state(
 ) -> TrackedBatches:
     """Iterate over the index batches, in this epoch or the next, of a sampler that has a state of its own.
 
-    The sampler may draw from the loader's generator, too. In an ``unchanged`` loader the batches of an epoch
-    that is over must be the same ones.
+    In an ``unchanged`` loader the batches of an epoch that is over must be the same ones.
     """
-    generator = generator or torch.Generator()
+    generator = generator or torch.Generator()  # the sampler may draw from it, too
     at_begin = generator.get_state()
     make_state = functools.partial(unpack_user_state, loaded["sampler_state"])
     begin = loaded["sampler_batches"]
-    load_own_state(sampler_with_state(index_sampler), make_state())
+    samplers.load_own_state(samplers.sampler_with_state(index_sampler), make_state())
     if not begin:
         # It may be the state of the last epoch's end. The sampler need not know of a base seed that was drawn
         # from the same generator since.
@@ -88,17 +77,22 @@ def batches_by_own_state(
     return TrackedBatches(index_sampler, iter(index_sampler))
 
 
+def load_place(sharded: Any, loaded: State) -> None:
+    """Set a sampler that divides a global order to its place in a state."""
+    sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
+
+
 def _with_generator(index_sampler: Any, loaded: State) -> Any:
     """The sampler with its generator set back; for one that draws a seed, a copy that begins with it."""
     if not loaded["sampler_generator"]:
         return index_sampler
-    if not draws_one_seed(index_sampler):
-        set_generator(generator_of(index_sampler), loaded, "sampler_generator")
+    if not samplers.draws_one_seed(index_sampler):
+        set_generator(samplers.generator_of(index_sampler), loaded, "sampler_generator")
         return index_sampler
     seeded = copy.copy(index_sampler)
     if type(index_sampler) is BatchSampler:
         seeded.sampler = copy.copy(index_sampler.sampler)
-    generator = sampler_of_indices(seeded).generator = torch.Generator()
+    generator = samplers.sampler_of_indices(seeded).generator = torch.Generator()
     set_generator(generator, loaded, "sampler_generator")
     return seeded
 
@@ -135,4 +129,4 @@ def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded:
 
 
 def _name(index_sampler: Any) -> str:
-    return type(sampler_of_indices(index_sampler)).__name__
+    return type(samplers.sampler_of_indices(index_sampler)).__name__

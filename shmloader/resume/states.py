@@ -4,94 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shmloader.errors import ResumeError, warn_once
+from shmloader.indices import samplers
 from shmloader.indices.compact_states import CompactStates, digest_of, generator_at
-from shmloader.indices.samplers import (
-    GENERATOR_IS_LOADED,
-    GeneratorStates,
-    draw_seed,
-    draws_one_seed,
-    generator_of,
-    generator_states,
-    has_place,
-    sampler_with_epoch,
-    sampler_with_state,
-    sharded_sampler,
-)
 from shmloader.indices.tracked_batches import state_of
-from shmloader.resume.compatibility import (
-    ADDED_BY_OTHERS,
-    AT_THE_BEGINNING,
-    State,
-    check_fit,
-    checksum_of,
-    described,
-    signed,
-    with_batches,
-)
+from shmloader.resume import compatibility
+from shmloader.resume.compatibility import State
 from shmloader.resume.passes import Pass
-from shmloader.resume.progress import Follower, Progress
+from shmloader.resume.progress import Progress
+from shmloader.resume.readers import Epoch, Readers
 from shmloader.resume.stream_progress import rules_for
 from shmloader.resume.user_states import pack_user_state
 from shmloader.settings import Settings
-
-
-@dataclass(eq=False)
-class Epoch:
-    """An epoch that an iterator has begun.
-
-    Attributes:
-        settings: The loader's, then.
-        progress: Its progress.
-        constant: The part of a state that stays the same in it, once one was asked for.
-        checksum: That of a state in it, if nothing but `Progress.done` changes in them; else None.
-        next: The epoch that began after it.
-    """
-
-    settings: Settings
-    progress: Progress
-    constant: State | None = None
-    checksum: int | None = None
-    next: Epoch | None = None
-
-    def keep_constant(self, constant: State) -> None:
-        """Keep the part of a state that stays the same."""
-        self.constant = constant
-
-    def note_counted(self, checksum: int) -> None:
-        """Note that nothing else changes, and the checksum of a state."""
-        self.checksum = checksum
-
-    def go_on(self, following: Epoch) -> None:
-        """Note that another epoch has begun; whether this one was over is looked at again."""
-        self.next, self.checksum = following, None
-
-
-class _Here(threading.local):
-    """The epoch that has begun, or has found a reader, in this thread."""
-
-    def __init__(self) -> None:
-        self._epoch: Callable[[], Epoch | None] = lambda: None
-
-    def get(self) -> Epoch | None:
-        """The epoch; None if none has since `forget`, or it is gone."""
-        return self._epoch()
-
-    def note(self, epoch: Epoch) -> None:
-        """Note an epoch, without keeping it: it would keep all later ones."""
-        self._epoch = weakref.ref(epoch)
-
-    def forget(self) -> None:
-        """Forget it, before a reader begins."""
-        self._epoch = lambda: None
 
 
 class States:
@@ -102,6 +32,7 @@ class States:
 
     Attributes:
         begun: Whether the loader has begun an epoch.
+        readers: Know the epoch that a state is of.
     """
 
     def __init__(self) -> None:
@@ -109,9 +40,7 @@ class States:
         self._asked = False  # by the program; before, its own samplers' states are read once an epoch
         self._set_epoch: int | None = None
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
-        self._epoch: Epoch | None = None  # that the loader is in
-        self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
-        self._here = _Here()
+        self.readers = Readers()
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
@@ -121,11 +50,6 @@ class States:
         """The argument of the last ``loader.set_epoch()``, or None."""
         return self._set_epoch
 
-    @property
-    def returned(self) -> int:
-        """How many batches were returned in the epoch that the loader is in."""
-        return 0 if self._epoch is None else self._epoch.progress.returned
-
     def note_set_epoch(self, epoch: int) -> None:
         """Note a call of ``loader.set_epoch()``."""
         self._set_epoch = epoch
@@ -134,7 +58,7 @@ class States:
 
     def counted(self, taken: int | None = None) -> State | None:
         """The same as `state`, if nothing but a number has changed since the last one: 1 microsecond."""
-        epoch = self._followed or self._epoch
+        epoch = self.readers.shown
         if epoch is None or epoch.checksum is None:
             return None
         progress = epoch.progress
@@ -146,7 +70,7 @@ class States:
         if type(done) is not int:
             return None
         state: State = epoch.constant.copy()  # type: ignore[union-attr]
-        state["batches"], state["checksum"] = done, with_batches(epoch.checksum, done)
+        state["batches"], state["checksum"] = done, compatibility.with_batches(epoch.checksum, done)
         return state
 
     def state(self, read: Callable[[], Settings], loaded: State | None, taken: int | None = None) -> State:
@@ -161,11 +85,11 @@ class States:
             ResumeError: If two iterators are in use at once, a sampler's own state cannot be saved, or so
                 many batches were not returned.
         """
-        if not self._asked and not (now := read()).is_iterable and has_place(now.dataset):
+        if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
         self._asked = True
-        epoch = self._followed or self._epoch
+        epoch = self.readers.shown
         if taken and (loaded is not None or epoch is None):
             raise ResumeError(f"there is no state after {taken:,} batches: iter() was not called yet")
         if loaded is not None:
@@ -189,12 +113,12 @@ class States:
         progress = epoch.progress
         state = (epoch.constant or self._constant_of(epoch)).copy()
         batches, *behind = done if isinstance(done, tuple) else (done,)
-        state["batches"], state["batches_behind"] = batches, ",".join(map(str, behind))
+        state["batches"], state["batches_behind"] = batches, compatibility.listed(behind)
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)
         if not (others or behind or self._older) and epoch.constant is not None:
-            epoch.note_counted(checksum_of(state))
-        return signed(state | others)
+            epoch.note_counted(compatibility.checksum_of(state))
+        return compatibility.signed(state | others)
 
     def _constant_of(self, epoch: Epoch) -> State:
         """The part of a state that stays the same in an epoch."""
@@ -204,8 +128,8 @@ class States:
             # Without workers, the order is drawn with the first batch.
             generators = self._own_generators(settings, before)
         else:
-            if isinstance(before.sampler, torch.Tensor) and draws_one_seed(settings.index_sampler):
-                seed = draw_seed(generator_at(before.sampler))
+            if isinstance(before.sampler, torch.Tensor) and samplers.draws_one_seed(settings.index_sampler):
+                seed = samplers.draw_seed(generator_at(before.sampler))
                 before = before._replace(sampler=torch.Generator().manual_seed(seed).get_state())
             generators = self._compact(before)
         constant = self._described(settings, progress, generators) | {
@@ -224,7 +148,9 @@ class States:
         early = None if progress is None else progress.before_next
         before = early or (None if self._pass is None else self._pass.before)
         state = self._described(settings, progress, self._own_generators(settings, before))
-        stateful = sampler_with_state(settings.index_sampler)
+        if (mixed := samplers.mixture_sampler(settings.index_sampler)) is not None:
+            state["sampler_state"] = json.dumps(mixed.state_after(0, 1))
+        stateful = samplers.sampler_with_state(settings.index_sampler)
         if epoch is not None:
             taken = epoch.progress.taken
             state["batches"], state["finished"] = taken, True
@@ -232,39 +158,62 @@ class States:
                 state |= _sampler_keys(epoch, taken)
         elif stateful is not None:
             state["sampler_state"] = pack_user_state(state_of(stateful), type(stateful).__name__)
-        return signed(state)
+        return compatibility.signed(state)
+
+    def seeds_of(self, epoch: int, loaded: State | None) -> tuple[int, int] | None:
+        """The base seed of an epoch, and its number in its iterator; None if they are not known.
+
+        They are known of the epoch in progress, or of a state that was loaded. With persistent workers they
+        are known of others, too.
+        """
+        latest = self.readers.latest
+        if loaded is None and latest is not None:
+            progress = latest.progress
+            persistent, number = bool(latest.settings.persistent_workers), progress.iterator_epoch
+            base_seed, of_sampler, told = progress.base_seed, progress.sampler_epoch, progress.set_epoch
+        elif loaded is not None and loaded["base_seed"] is not None:
+            persistent, number = loaded["persistent_workers"], loaded["iterator_epoch"]
+            base_seed, of_sampler, told = loaded["base_seed"], loaded["sampler_epoch"], loaded["set_epoch"]
+        else:
+            return None
+        known = told if of_sampler is None else of_sampler
+        if known is None or (loaded is not None and loaded["finished"]):
+            return None
+        number += epoch - known
+        return (base_seed, number) if epoch == known or (persistent and number >= 0) else None
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
-        if loaded is not None or self._epoch is None or not self._epoch.progress.taken:
+        latest = self.readers.latest
+        if loaded is not None or latest is None or not latest.progress.taken:
             return self.state(read, loaded)
-        state = self._between_epochs(read(), self._epoch)
-        return signed(
+        state = self._between_epochs(read(), latest)
+        return compatibility.signed(
             state | {name: epoch for name in ("set_epoch", "sampler_epoch") if state[name] is not None}
         )
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
-        return described(settings) | {
+        return compatibility.described(settings) | {
             "set_epoch": self._set_epoch,
-            "sampler_epoch": getattr(sampler_with_epoch(settings.index_sampler), "epoch", None),
+            "sampler_epoch": getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None),
             "base_seed": None if progress is None else progress.base_seed,
             "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
             "persistent_workers": bool(settings.persistent_workers),
             "in_order": settings.comes_in_order,
             "sampler_generator": generators[0],
             "loader_generator": generators[1],
-            **AT_THE_BEGINNING,
+            **compatibility.AT_THE_BEGINNING,
         }
 
-    def _own_generators(self, settings: Settings, states: GeneratorStates | None) -> tuple[str, str]:
+    def _own_generators(self, settings: Settings, states: samplers.GeneratorStates | None) -> tuple[str, str]:
         """Compact states of the sampler's and the loader's generators, without torch's global one."""
         if states is None:
-            states = generator_states(settings.index_sampler, settings.generator)
-        if generator_of(settings.index_sampler) is torch.default_generator:
+            states = samplers.generator_states(settings.index_sampler, settings.generator)
+        if samplers.generator_of(settings.index_sampler) is torch.default_generator:
             states = states._replace(sampler=None)
         return self._compact(states)
 
-    def _compact(self, states: GeneratorStates) -> tuple[str, str]:
+    def _compact(self, states: samplers.GeneratorStates) -> tuple[str, str]:
         return self._of_sampler.of(states.sampler), self._of_loader.of(states.loader)
 
     # --- continuing from one
@@ -275,16 +224,16 @@ class States:
         Raises:
             ResumeError: If it does not fit the loader.
         """
-        check_fit(state, settings)
+        compatibility.check_fit(state, settings)
         if state["stream"]:
             rules_for(settings, dict(state))  # raises where it does not fit
-        self._followed = None
+        self.readers.forget()
         if state["set_epoch"] is not None:
             set_epoch(state["set_epoch"])
-        sampler = sampler_with_epoch(settings.index_sampler)
+        sampler = samplers.sampler_with_epoch(settings.index_sampler)
         if sampler is not None and state["sampler_epoch"] is not None:
             sampler.set_epoch(state["sampler_epoch"])
-        return {name: value for name, value in state.items() if name not in ADDED_BY_OTHERS}
+        return {name: value for name, value in state.items() if name not in compatibility.ADDED_BY_OTHERS}
 
     @contextlib.contextmanager
     def begin(self, settings: Settings, loaded: State | None = None) -> Iterator[Pass]:
@@ -295,76 +244,31 @@ class States:
         self._asked |= loaded is not None or settings.snapshot_every_n_steps is not None
         looks = 0 if self.begun else 2
         self._pass = one_pass = Pass(settings, loaded, self._set_epoch, lambda: self._asked, looks)
-        GENERATOR_IS_LOADED.set(False)
+        samplers.GENERATOR_IS_LOADED.set(False)
         try:
             yield one_pass
         finally:
             self._pass = None
             if one_pass.progress is not None:
                 self._go_on(one_pass, one_pass.progress)
-            if not (one_pass.keeps_draws or GENERATOR_IS_LOADED.get()):
+            if not (one_pass.keeps_draws or samplers.GENERATOR_IS_LOADED.get()):
                 torch.set_rng_state(one_pass.global_before)
 
     def _go_on(self, one_pass: Pass, progress: Progress) -> None:
-        if self._epoch is not None:
-            before = self._epoch.progress
+        if self.readers.latest is not None:
+            before = self.readers.latest.progress
             before.note_next(one_pass.before)
             if not before.finished:
                 self._older[before] = before.done
-        followed, epoch = self._followed, Epoch(one_pass.settings, progress)
-        if followed is not None and followed.next is None and not _is_read(followed):
-            self._followed = None
-        if self._epoch is not None:
-            self._epoch.go_on(epoch)
-        self._epoch, self.begun = epoch, True
-        self._here.note(epoch)
-
-    # --- behind a look-ahead
-
-    def expect_reader(self) -> None:
-        """Let a reader that begins in this thread follow the epoch that begins here with it, if one does."""
-        self._here.forget()
-
-    def epoch_of_reader(self) -> Epoch | None:
-        """The epoch that a reader reads which has had its first batch; None if there is none.
-
-        If none has begun in this thread with the reader, another thread reads for it, maybe several epochs
-        ahead. Then it is the one after that which was followed last.
-        """
-        epoch = self._here.get()
-        followed = self._followed
-        if followed is not None:
-            for follower in followed.progress.followers:
-                if follower.thread == threading.get_ident() and epoch is not followed:
-                    follower.end()  # left in the middle, though somebody still holds its iterator
-        if epoch is None:
-            epoch = self._followed = (followed and followed.next) or self._epoch
-        elif followed is None or not _is_read(followed):
-            self._followed = epoch
-        if epoch is not None:
-            self._here.note(epoch)
-        return epoch
-
-    def follow_next(self, epoch: Epoch, follower: Follower) -> tuple[Epoch, Follower]:
-        """Let a reader go on with the epoch after one that it has read."""
-        following = epoch.next
-        if following is None:
-            return epoch, follower
-        epoch.progress.leave(follower)
-        if self._followed is epoch and not epoch.progress.followers:
-            self._followed = following
-        return following, following.progress.follow(follower.reader)
-
-
-def _is_read(epoch: Epoch) -> bool:
-    return any(follower.reads for follower in epoch.progress.followers)
+        self.readers.go_on(Epoch(one_pass.settings, progress))
+        self.begun = True
 
 
 def _sampler_keys(epoch: Epoch, taken: int) -> State:
     """The keys of a state about a sampler that is not torch's, after so many batches."""
     index_sampler, progress = epoch.settings.index_sampler, epoch.progress
     tracked = progress.tracked
-    sharded, stateful = sharded_sampler(index_sampler), sampler_with_state(index_sampler)
+    sharded, stateful = samplers.sharded_sampler(index_sampler), samplers.sampler_with_state(index_sampler)
     if sharded is not None:
         begun = progress.sampler_begin if epoch.next is not None else None
         state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1), begun)

@@ -1,7 +1,4 @@
-"""Progress of one epoch of an iterable-style dataset: its division, and the samples that were returned.
-
-Main process only.
-"""
+"""Progress of one epoch of an iterable-style dataset: its division, and the samples that were returned."""
 
 from __future__ import annotations
 
@@ -204,8 +201,8 @@ def _fresh_rules(settings: Settings) -> StreamRules:
 def _makes_shards(dataset: Any, ranks: int, parts: int) -> bool:
     """Whether a dataset can make a shard for each of so many parts of each rank.
 
-    A dataset that has a number of files, ``num_shards``, as Hugging Face's do, is not asked for more shards
-    than files. With several ranks it is not asked for shards of unequally many files.
+    One with a number of files, ``num_shards``, as Hugging Face's have, is not asked for more shards than
+    files, nor, with several ranks, for shards of unequally many files.
     """
     shard, settings, ask = (
         attribute_of(dataset, name) for name in ("shard", "sharding_settings", "is_shardable")

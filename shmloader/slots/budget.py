@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shmloader.memory import PAGE_NBYTES, spare_nbytes, whole_pages
-from shmloader.memory.limits import SURE_NBYTES, memory_headroom
+from shmloader.memory import PAGE_NBYTES, whole_pages
+from shmloader.memory.limits import SURE_NBYTES, memory_headroom, spare_nbytes
 
 SPARE_SLOTS = 2
 """Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
@@ -77,10 +77,6 @@ class Budget:
         """Whether all tasks find room for a typical batch once a batch that has arrived is kept as it is."""
         promised = max(0, self.most_tasks - tasks + 1)
         return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
-
-    def has_room_for_task(self, used_nbytes: int) -> bool:
-        """Whether a task beyond ``most_tasks`` can have a slot for the largest batch."""
-        return used_nbytes + whole_pages(self.largest_nbytes) <= self.nbytes
 
     # --- what changes it
 

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from shmloader.memory import Segment
+from shmloader.memory import Segment, whole_pages
 from shmloader.memory.limits import memory_headroom
 from shmloader.settings import THREAD, Settings
 from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget
@@ -100,7 +100,8 @@ class PlaceTable(SlotMemory):
             return True
         if not (waits and self.guard.active):
             return False
-        self.counters.note_device(self.guard.wait(lambda: self.can_lease(waits=False)))
+        waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
+        self.counters.add(wait_for_device_ns=waited_ns)
         return self.can_lease(waits=False)
 
     def has_room(self) -> bool:
@@ -117,8 +118,10 @@ class PlaceTable(SlotMemory):
 
     def _has_room_beyond(self) -> bool:
         self.collect()
-        most = self.budget.base_slots + RETAINED_SLOTS
-        return self.kept + self.tasks < most and self.budget.has_room_for_task(self.used_nbytes())
+        budget = self.budget
+        if self.kept + self.tasks >= budget.base_slots + RETAINED_SLOTS:
+            return False
+        return self.used_nbytes() + whole_pages(budget.largest_nbytes) <= budget.nbytes
 
     def resize(self, most_tasks: int) -> bool:
         """Change the number of tasks that may be outstanding, if there is room: see `Budget.resize`."""

@@ -31,17 +31,6 @@ def _array_block(array: Array, dtype: torch.dtype) -> Gather:
     return gather
 
 
-def _strided_block(tensor: torch.Tensor) -> Gather:
-    """Rows of a tensor that is not contiguous."""
-
-    def gather(rows: Rows) -> torch.Tensor:
-        rows = within(rows, len(tensor))
-        out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
-        return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
-
-    return gather
-
-
 def is_array(dataset: object) -> bool:
     """Whether `block_of` may have a source for a dataset."""
     return type(dataset) in _ARRAYS or type(dataset) is torch.Tensor
@@ -75,7 +64,13 @@ def _block_of_tensor(tensor: torch.Tensor) -> Gather:
         raise _refused(tensor)
     if tensor.is_contiguous():
         return _array_block(array_of_tensor(tensor, kind.dtype), tensor.dtype)
-    return _strided_block(tensor)
+
+    def gather(rows: Rows) -> torch.Tensor:
+        rows = within(rows, len(tensor))
+        out = make_output(len(rows), tensor.shape[1:], tensor.dtype)
+        return torch.index_select(tensor, 0, torch.from_numpy(rows), out=out)
+
+    return gather
 
 
 def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from shmloader.indices.array_samplers import is_by_torch
+from shmloader.indices.mixture import Mixture
 from shmloader.indices.packed_indices import Run, int_array
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
 from shmloader.sources.blocks import block_of, is_array
@@ -48,15 +49,21 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
 
 
 def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Source:
-    """Samples of several datasets, all of one form; those of each are scattered to their places."""
+    """Samples of several datasets, all of one form; those of each are scattered to their places.
+
+    The forms of a mixture's sources (stores, say) are seen in each batch.
+    """
     forms = list(map(_form, dataset.datasets))
-    if forms != forms[:1] * len(forms):
+    of_one_form = forms == forms[:1] * len(forms)
+    if not of_one_form and type(dataset) is not Mixture:
         raise NotGathered(
             "the rows of a ConcatDataset lie in several datasets, which are not all made of tensors, or of "
             "arrays, with rows of one dtype and shape. Join these into one: with shmloader.share() of all "
             "rows, or datasets.concatenate_datasets()"
         )
     parts = list(map(recognise, dataset.datasets))
+    if any(part.users_code for part in parts):
+        raise NotGathered("a __getbatch__ is called for the whole dataset only, not for parts of it")
     sizes = list(dataset.cumulative_sizes)
     ends = np.array(sizes)
     begins = np.concatenate([[0], ends])
@@ -74,6 +81,8 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
         places = [np.flatnonzero(part_of == part) for part in present]
         with own_memory():
             batches = [parts[part].gather(rows[these]) for part, these in zip(present, places, strict=True)]
+        if not of_one_form and any(_leaf_forms(batch) != _leaf_forms(batches[0]) for batch in batches):
+            raise NotGathered("the sources of a Mixture differ in the fields, dtypes or shapes of this batch")
         return _scatter(batches, [torch.from_numpy(these) for these in places], len(rows))
 
     def of_run(run: Run) -> Any:
@@ -86,6 +95,19 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
     return Source(gather, of_run=of_run)
 
 
+def _mixed_rows(mixture: Mixture, recognise: Recognise) -> Source:
+    """Samples of a mixture, with the numbers of their sources if it has them."""
+    samples = _concatenated_rows(mixture, recognise)
+    if not mixture.with_source:
+        return samples
+
+    def numbers(rows: Rows) -> Any:
+        out = make_output(len(rows), (), torch.int64)
+        return out.copy_(torch.from_numpy(mixture.sources_of(within(rows, len(mixture)))))
+
+    return _tuple_rows([samples, Source(numbers)])
+
+
 def _form(dataset: Any) -> Any:
     """The form that all samples of a dataset have in common; equal to nothing if that is not known."""
     kind = type(dataset)
@@ -93,7 +115,7 @@ def _form(dataset: Any) -> Any:
         return kind is torch.Tensor, dataset.dtype, dataset.shape[1:], getattr(dataset, "device", None)
     if kind is Subset:
         return _form(dataset.dataset)
-    if kind is ConcatDataset:
+    if kind is ConcatDataset or (kind is Mixture and not dataset.with_source):
         return _form(dataset.datasets[0])
     if kind is TensorDataset:
         return list(map(_form, dataset.tensors))
@@ -102,6 +124,18 @@ def _form(dataset: Any) -> Any:
     if isinstance(dataset.datasets, dict):
         return [(name, _form(part)) for name, part in dataset.datasets.items()]
     return list(map(_form, dataset.datasets))
+
+
+def _leaf_forms(batch: Any) -> Any:
+    """The structure of a joined batch, with the dtypes and the shapes of its rows."""
+    kind = type(batch)
+    if kind is torch.Tensor and batch.dim():
+        return batch.dtype, batch.shape[1:], batch.device
+    if kind is dict:
+        return [(name, _leaf_forms(part)) for name, part in batch.items()]
+    if kind is list and batch and set(map(type, batch)) <= {torch.Tensor, dict, list}:
+        return list(map(_leaf_forms, batch))
+    raise NotGathered(f"a {kind.__qualname__} that is no tensor is in a batch of several sources")
 
 
 def _scatter(batches: list[Any], places: list[torch.Tensor], count: int) -> Any:
@@ -134,14 +168,14 @@ def _shadows_getitems(dataset: Any) -> bool:
 
 OWN_METHODS = {
     kind: tuple(getattr(kind, name, None) for name in ("__getitem__", "__getitems__"))
-    for kind in (TensorDataset, Subset, StackDataset, ConcatDataset)
+    for kind in (TensorDataset, Subset, StackDataset, ConcatDataset, Mixture)
 }
-"""torch's classes with sources, and the methods by which they get samples."""
+"""Classes with sources, torch's and `Mixture`, and the methods by which they get samples."""
 
 _CHANGED = {
     kind
     for kind, methods in OWN_METHODS.items()
-    if not all(method is None or is_by_torch(method, kind) for method in methods)
+    if kind is not Mixture and not all(method is None or is_by_torch(method, kind) for method in methods)
 }
 
 
@@ -183,7 +217,7 @@ def _made_of(dataset: Any) -> list[Any]:
         return list(map(id, dataset.tensors))
     if kind is Subset:
         return [id(dataset.dataset)]
-    if kind is ConcatDataset:
+    if kind in (ConcatDataset, Mixture):
         return [*map(id, dataset.datasets), *dataset.cumulative_sizes]
     parts = dataset.datasets
     return [*parts, *map(id, parts.values())] if isinstance(parts, dict) else list(map(id, parts))
@@ -203,6 +237,8 @@ def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: boo
         )
     if kind is ConcatDataset:
         return _concatenated_rows(dataset, recognise)
+    if kind is Mixture:
+        return _mixed_rows(dataset, recognise)
     if isinstance(dataset.datasets, dict):
         return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
     return _tuple_rows([recognise(part) for part in dataset.datasets])

@@ -22,9 +22,8 @@ from shmloader.sources.base import (
     own_memory,
 )
 from shmloader.sources.blocks import block_of, is_array
-from shmloader.sources.columns import has_columns, hugging_face_rows
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
-from shmloader.sources.stores import StoreRows
+from shmloader.sources.tables import StoreRows, has_columns, hugging_face_rows
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import unavailable, why_missing
 
@@ -114,7 +113,7 @@ class Gatherer:
                 raise
             _log.debug("the samples of one index batch are fetched one by one: %s", str(error))
             if allocator is not None and not source.users_code:
-                allocator.cursor = begin  # the leaves that were made are in no batch
+                allocator.go_back(begin)
             if not self._in_worker:
                 self._source = None  # the program may have changed the dataset
             return NOT_GATHERED

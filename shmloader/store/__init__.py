@@ -167,8 +167,7 @@ def open_store(
       shared memory, batch by batch.
     * Parquet: decoded into shared memory, in the same way.
     * What ``store.save(path)`` wrote: the store equals the one that was saved. Classes of namedtuples,
-      dataclasses and enums are taken from modules that are loaded. If one is no longer there, a class of the
-      same name and fields is made up; a dataclass is read as a ``SimpleNamespace``. Nothing is imported.
+      dataclasses and enums are taken from modules that are loaded. Nothing is imported.
 
     Runs in the calling process. Stores over mapped files reach workers by path, under every start method;
     the file must not be changed in place meanwhile (write a new one and rename it, as ``save`` does).
@@ -187,7 +186,8 @@ def open_store(
         FileNotFoundError: If there is no such file.
         TypeError: If ``columns`` is one name instead of a list of names.
         ValueError: If it is neither Arrow IPC nor Parquet, or damaged; if the files differ in their columns;
-            if it has pickled values that were not allowed, with their names.
+            if it has pickled values that were not allowed, with their names, or values of a class whose
+            module is not loaded.
         KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """

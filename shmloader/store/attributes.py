@@ -65,7 +65,7 @@ def share_graph(
         nodes = [one for one in nodes if one.plan != "array" or not files.is_shared_by_program(one.value)]
         nodes = [node for node in nodes if _has_holder(node, replacer, graph)]
     # Whole arrays are written first, and dicts last, whose values mostly are some of a list's.
-    nodes.sort(key=lambda node: (node.plan == "rows") + isinstance(node.value, dict | set | frozenset))
+    nodes.sort(key=_turn)
     replaced: dict[int, Any] = {}
     if nodes:
         with MemoryWriter(len(nodes)) as writer:
@@ -75,6 +75,12 @@ def share_graph(
                 replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
     _report(graph, replaced)
     return replacer.replace(root, replaced) if replaced else root
+
+
+def _turn(node: Node) -> tuple[int, int]:
+    """When to write a node: arrays before others, and large ones before what may be views of them."""
+    turn = (node.plan == "rows") + isinstance(node.value, dict | set | frozenset)
+    return turn, -kinds.estimate_nbytes(node.value) if node.plan == "array" else 0
 
 
 def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:

@@ -20,6 +20,7 @@ from shmloader.store.read_only import ReadOnly
 from shmloader.store.tables import save
 
 _INT64 = np.dtype(np.int64)
+_MOST_NUMBERS = 1024  # of a slice that are made at once
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -228,6 +229,8 @@ class Selection(Store):
         """Select ``rows`` of a store, which are row numbers from 0 on."""
         self._store = store
         self._rows = rows
+        self._reads = 0
+        self._numbers: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -237,7 +240,14 @@ class Selection(Store):
         return self._store.row(int(self._rows[index]))
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
+        if index.__class__ is int:
+            if self._numbers is not None:
+                row = self._numbers[index]
+                return row.copy() if row.__class__ is list else row  # a list may be changed
+            self._reads += 1
+            if self._reads == 2 and len(self._rows) <= _MOST_NUMBERS:  # a window, read as a sequence
+                self._numbers = self.numbers()
+        elif isinstance(index, slice):
             return Selection(self._store, self._rows[index])
         return super().__getitem__(index)
 
@@ -245,6 +255,8 @@ class Selection(Store):
         return self._store.__getitems__(self._whole_numbers(indices))
 
     def __iter__(self) -> Iterator[Any]:
+        if self._numbers is not None:
+            return map(list, self._numbers) if type(self._numbers[0]) is list else iter(self._numbers)
         return map(self._store.row, self._rows.tolist() if isinstance(self._rows, np.ndarray) else self._rows)
 
     def _whole_numbers(self, indices: Any) -> Rows:

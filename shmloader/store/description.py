@@ -17,7 +17,7 @@ from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import structs_of, types_of_fields
 from shmloader.store.columns.values import Pickles
 
-_MOST_SHOWN = 5  # rows in the table of a repr
+_MOST_SHOWN = 5  # rows in a repr, and fields of a row
 _MOST_CHARACTERS = 40  # of a value in it
 
 
@@ -69,32 +69,17 @@ class StoreDescription:
 
 
 def describe_rows(store: Any, rows: Any, what: StoreDescription) -> str:
-    """A line about a store, and a table of its first rows."""
-    names, shown = table_of(rows)
-    widths = [max(map(len, column)) for column in zip(names, *shown, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in (names, *shown)
-    ]
+    """A line about a store, and one for each of its first rows."""
     head = f"<{type(store).__name__}: {what.rows:,} rows of kind {what.kind!r}, {what.nbytes:,} bytes>"
-    return "\n".join([head, *(lines if shown else [])])
+    return "\n".join([head, *map(_shown, islice(rows, _MOST_SHOWN))])
 
 
-def table_of(rows: Any) -> tuple[list[str], list[list[str]]]:
-    """Names of columns, and the cells of the first rows."""
-    first = list(islice(rows, _MOST_SHOWN))
-    if first and all(isinstance(row, Mapping) and row for row in first):
-        names = list(dict.fromkeys(str(name) for row in first for name in row))
-        cells = [[_shown(row[name]) if name in row else "" for name in names] for row in first]
-    else:
-        names, cells = ["row"], [[_shown(row)] for row in first]
-    return names, cells
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
-        return f"{type(value).__name__} {value.dtype} {tuple(value.shape)}"
-    return shown(value, _MOST_CHARACTERS)
+def _shown(row: Any) -> str:
+    if isinstance(row, Mapping):
+        return ", ".join(f"{name}: {_shown(value)}" for name, value in islice(row.items(), _MOST_SHOWN))
+    if isinstance(row, np.ndarray | torch.Tensor) and row.ndim:
+        return f"{type(row).__name__} {row.dtype} {tuple(row.shape)}"
+    return shown(row, _MOST_CHARACTERS)
 
 
 def describe_columns(

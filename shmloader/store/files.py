@@ -22,7 +22,7 @@ from pyarrow import types as arrow
 from shmloader.errors import LoaderError
 from shmloader.memory.mapping import make_writable
 from shmloader.store.chunks import Chunks
-from shmloader.store.columns.classes import Classes
+from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_in
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Keys
@@ -154,6 +154,12 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
             "If you trust the file's source: shmloader.open(path, allow_pickle=True); or choose "
             "other columns, columns=[...]"
         )
+    for kind in (kind for field in fields for kind in types_in(field.type)):
+        if isinstance(kind, PythonType) and "python" in kind.parameters:
+            try:
+                ClassFinder().find(kind)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
     if any(find_types(field.type, Links) for field in fields):
         raise ValueError("it has columns that refer to others, which no file has")
 

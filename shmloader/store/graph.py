@@ -154,7 +154,10 @@ class Graph:
     def _look_at_data(self, node: Node) -> None:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
-            self._look_at_array(node, kinds.estimate_nbytes(value))
+            nbytes = kinds.estimate_nbytes(value)
+            if isinstance(value, np.ndarray) or value.layout is torch.strided:
+                nbytes = max(nbytes, value.nbytes)  # overlapping items are pickled one by one
+            self._look_at_array(node, nbytes)
         elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
                 node.plan = "foreign"

@@ -161,7 +161,7 @@ class MappedFiles:
 
     def is_shared_by_program(self, value: Any) -> bool:
         """Whether items of a dense array lie in memory through which the program's processes see writes."""
-        return any("s" in area.rights and "w" in area.rights for area in self._areas_at(*_bounds(value)))
+        return any("s" in area.rights and "w" in area.rights for area in self._areas_at(*bounds_of(value)))
 
     def _areas_at(self, low: int, high: int) -> list[_Area]:
         if self._known is None:
@@ -215,7 +215,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
 
 
-def _bounds(value: Any) -> tuple[int, int]:
+def bounds_of(value: Any) -> tuple[int, int]:
     """The addresses of the lowest byte of an array or a tensor, and of the first one behind it."""
     if isinstance(value, torch.Tensor):
         low, item = value.data_ptr(), value.element_size()
@@ -242,7 +242,7 @@ def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NB
     Returns:
         A buffer and an offset, or `MappedItems`; None if it is sent by its contents.
     """
-    low, high = _bounds(value)
+    low, high = bounds_of(value)
     buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
     if buffer is not None:
         return low, (buffer, low - buffer.address, high - low)
@@ -264,7 +264,7 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     begin = array.__array_interface__["data"][0] - low
     layout = array.shape, array.dtype, begin, array.strides
     offset = array.offset if type(array) is np.memmap else None
-    return _array_over, (handle, layout, array.flags.writeable, offset)
+    return array_over, (handle, layout, array.flags.writeable, offset)
 
 
 def make_array_reducer() -> Callable[[_Array], Any]:
@@ -272,7 +272,8 @@ def make_array_reducer() -> Callable[[_Array], Any]:
     return functools.partial(reduce_array, files=MappedFiles())
 
 
-def _array_over(handle: Any, layout: Any, writeable: bool, offset: int | None) -> _Array:
+def array_over(handle: Any, layout: Any, writeable: bool, offset: int | None = None) -> _Array:
+    """An array over shared memory or a mapped file: its shape, dtype, first item and strides there."""
     shape, dtype, begin, strides = layout
     octets = _bytes_over(handle, writable=writeable)
     # Over an array, not over the memory: it cannot be made writeable then.
@@ -314,10 +315,11 @@ def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
     low, handle = _handle(tensor, files)
     if handle is None or (handle.__class__ is tuple and _is_changed(low, low + handle[2])):
         return None
-    return _tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
+    return tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
 
 
-def _tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over shared memory or a mapped file, by torch's strides."""
     dtype = DTYPES[code]
     octets = np.asarray(_bytes_over(handle, writable=True))
     return wrap_tensor(octets.view(dtype.carrier), dtype.torch_dtype).as_strided(shape, strides).detach()

@@ -296,14 +296,13 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
         return 0
     seen.add(id(value))
     if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        items = value.numel() if arrays and value.layout is torch.strided else 0
-        return _TENSOR_NBYTES + items * value.element_size()
+        return _TENSOR_NBYTES + (_nbytes_under(value) if arrays and value.layout is torch.strided else 0)
     nbytes = static.sizeof(value)
     if not arrays and is_store(value):
         return nbytes
     if is_a(value, np.ndarray):
         if not _DTYPE(value).hasobject:
-            return max(nbytes, _NBYTES(value)) if arrays else _TENSOR_NBYTES  # of a view too
+            return max(nbytes, _nbytes_under(value)) if arrays else _TENSOR_NBYTES  # of a view too
         value = np.ndarray.tolist(value)
     if depth >= _MOST_DEPTH or is_a(value, str | bytes | int | float):
         return nbytes
@@ -312,3 +311,15 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
     if base_of(value) is not None:
         return nbytes + _of_some(value, seen, depth + 1, arrays)
     return nbytes + sum(_nbytes_of(held, seen, depth + 1, arrays) for held in gc.get_referents(value))
+
+
+def _nbytes_under(array: Any) -> int:
+    """Bytes of memory under the items of an array or a tensor: those of overlapping windows count once."""
+    if isinstance(array, torch.Tensor):
+        nbytes, item = array.nbytes, array.element_size()
+        strides: Any = [step * item for step in array.stride()]
+    else:
+        nbytes, item, strides = _NBYTES(array), _DTYPE(array).itemsize, np.ndarray.strides.__get__(array)
+    shape = array.shape if isinstance(array, torch.Tensor) else np.ndarray.shape.__get__(array)
+    span = item + sum((size - 1) * abs(step) for size, step in zip(shape, strides, strict=True))
+    return min(nbytes, span) if nbytes else 0

@@ -5,8 +5,9 @@ Results that a list would give as a new list are lists, in the memory of this pr
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,20 @@ from shmloader.codec.array_kinds import (
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.columns.values import KIND_OF_SCALAR
 
-_FLOATS = KIND_OF_SCALAR[float]
+_NUMBERS = frozenset(KIND_OF_SCALAR.values())
 
 
 def _has_no_name_in_numpy(kind: ArrayKind) -> bool:
     return kind.torch_dtype is not None and not DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
+
+
+def _as_lists(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """A comparison of a store with a list or another store."""
+
+    def method(self: Any, other: Any) -> bool:
+        return compare(list(self), list(other)) if isinstance(other, list | ListMethods) else NotImplemented
+
+    return method
 
 
 class ListMethods(Sequence[Any]):
@@ -42,6 +52,12 @@ class ListMethods(Sequence[Any]):
         None if they do not lie in one array: they are no numbers or arrays, or in several pieces.
         """
         return None
+
+    def numbers(self) -> list[Any] | None:
+        """All rows as a list, made at once, where they are Python's numbers or lists of these; else None."""
+        found = self._as_array()
+        is_plain = found is not None and found[1] in _NUMBERS and found[0].ndim <= 2
+        return found[0].tolist() if found is not None and is_plain else None
 
     def _as_array(self) -> tuple[Array, ArrayKind] | None:
         """All rows as one array; None for rows that become none."""
@@ -60,29 +76,29 @@ class ListMethods(Sequence[Any]):
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
         found = self._as_array()
-        if found is None or _has_no_name_in_numpy(found[1]):
-            return np.asarray(list(self), dtype=dtype)
+        is_narrowed = dtype is not None and found is not None and found[1] in _NUMBERS
+        if found is None or is_narrowed or _has_no_name_in_numpy(found[1]):
+            return np.asarray(list(self), dtype=dtype)  # which refuses numbers that do not fit
         array, kind = found
         return np.array(array, dtype=kind.dtype if dtype is None else dtype)
 
-    def _as_tensor(self) -> torch.Tensor:
+    @property
+    def __dlpack__(self) -> Any:
+        """What ``torch.tensor(store)`` asks for, of arrays, tensors and NumPy's numbers: a copy of all rows.
+
+        Python's numbers have none: which dtype is wanted of them, nobody tells this method.
+        """
+        if not len(self) or not isinstance(self[0], np.ndarray | np.generic | torch.Tensor):
+            raise AttributeError("__dlpack__")
+        return self._to_dlpack
+
+    def _to_dlpack(self, **options: Any) -> Any:
         found = self._as_array()
         if found is None:
-            return torch.tensor(list(self))
+            return torch.tensor(list(self)).__dlpack__(**options)
         array, kind = found
-        if kind.torch_dtype is not None:
-            tensor: torch.Tensor = wrap_array(np.array(array), kind)
-            return tensor
-        if kind is not _FLOATS:
-            return torch.from_numpy(np.array(array, dtype=kind.dtype))
-        default = torch.get_default_dtype()  # of tensors of Python's floats
-        if default is torch.float32:
-            return torch.from_numpy(np.array(array, dtype=np.float32))
-        return torch.from_numpy(np.array(array, dtype=np.float64)).to(default)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        """The rows as a new tensor: what ``torch.tensor(store)`` asks for."""
-        return self._as_tensor().__dlpack__(**options)
+        tensor: Any = wrap_array(np.array(array), kind)
+        return (tensor if kind.torch_dtype else torch.from_numpy(tensor)).__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 1, 0  # the processor
@@ -103,17 +119,7 @@ class ListMethods(Sequence[Any]):
 
     __rmul__ = __mul__
 
-    def __lt__(self, other: Any) -> bool:
-        return list(self) < list(other) if isinstance(other, list | ListMethods) else NotImplemented
-
-    def __le__(self, other: Any) -> bool:
-        return list(self) <= list(other) if isinstance(other, list | ListMethods) else NotImplemented
-
-    def __gt__(self, other: Any) -> bool:
-        return list(self) > list(other) if isinstance(other, list | ListMethods) else NotImplemented
-
-    def __ge__(self, other: Any) -> bool:
-        return list(self) >= list(other) if isinstance(other, list | ListMethods) else NotImplemented
+    __lt__, __le__, __gt__, __ge__ = map(_as_lists, (operator.lt, operator.le, operator.gt, operator.ge))
 
     def __eq__(self, other: object) -> bool:
         if self is other:

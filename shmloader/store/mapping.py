@@ -126,6 +126,10 @@ class KeyedStore(SharedObject):
     """Base of mappings and sets: rows, and the index of their keys.
 
     The rows are the members of a set; of a mapping they are records with the fields ``key`` and ``value``.
+
+    Attributes:
+        rows: The rows.
+        row_of: Finds the row of a key; -1 if there is none.
     """
 
     KIND: ClassVar[str]
@@ -133,10 +137,7 @@ class KeyedStore(SharedObject):
     def __init__(self, rows: Any, index: KeyIndex) -> None:
         self.rows = rows
         self._index = index
-
-    def row_of(self, key: object) -> int:
-        """The row of a key, or -1."""
-        return self._index.row_of(key)
+        self.row_of: Callable[[object], int] = index.row_of
 
     def __contains__(self, key: object) -> bool:
         return self.row_of(key) >= 0
@@ -181,6 +182,11 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
 
     Made from a ``Counter`` or ``defaultdict``, it answers as that does for a key that it does not have;
     nothing is inserted.
+
+    Attributes:
+        stored_values: The values of all rows, as a store.
+        value_at: Reads the value of a row.
+        default_factory: Makes the values of keys that it lacks; None if it raises KeyError.
     """
 
     KIND = "mapping"
@@ -189,15 +195,12 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
         """Read a mapping; the ``factory`` makes the values of keys that it lacks."""
         super().__init__(rows, index)
         self.stored_values: Any = rows.column("value") if len(rows) else rows
+        self.value_at: Callable[[int], Any] = self.stored_values.__getitem__
         self.default_factory = factory
 
     def plain(self) -> dict[Any, Any]:
         """A dict of the items, in this process's memory, without views at any depth."""
         return dict(zip(self, self.stored_values.plain(), strict=True))
-
-    def value_at(self, row: int) -> Any:
-        """The value in a row."""
-        return self.stored_values[row]
 
     def __getitem__(self, key: Any) -> Any:
         row = self.row_of(key)
@@ -278,31 +281,19 @@ class SetStore(KeyedStore, AbstractSet[Any]):
         """The result type of ``&``, ``|`` and ``-``: sets of the calling process."""
         return set(values)
 
-    def copy(self) -> set[Any]:
-        """A set of the members, in this process's memory."""
-        return set(self)
-
-    def union(self, *others: Iterable[Any]) -> set[Any]:
-        """See ``set.union``."""
-        return set(self).union(*others)
-
-    def intersection(self, *others: Iterable[Any]) -> set[Any]:
-        """See ``set.intersection``."""
-        first, *rest = others or (self,)
-        return {value for value in first if value in self}.intersection(*rest)
-
-    def difference(self, *others: Iterable[Any]) -> set[Any]:
-        """See ``set.difference``."""
-        return set(self).difference(*others)
-
-    def symmetric_difference(self, other: Iterable[Any]) -> set[Any]:
-        """See ``set.symmetric_difference``."""
-        return set(self).symmetric_difference(other)
-
-    def issubset(self, other: Iterable[Any]) -> bool:
-        """See ``set.issubset``."""
-        return set(self).issubset(other)
-
     def issuperset(self, other: Iterable[Any]) -> bool:
         """See ``set.issuperset``."""
         return all(value in self for value in other)
+
+
+def _as_set(name: str) -> Callable[..., Any]:
+    """A method of sets, called on a set of the members."""
+
+    def method(self: SetStore, *others: Iterable[Any]) -> Any:
+        return getattr(set(self), name)(*others)
+
+    return method
+
+
+for _name in ("copy", "union", "intersection", "difference", "symmetric_difference", "issubset"):
+    setattr(SetStore, _name, _as_set(_name))

@@ -5,29 +5,28 @@ The memory is freed when the last of the stores, and the last array in it, is go
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import math
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
 from operator import length_hint
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.lib.stride_tricks import as_strided
 
-from shmloader.codec.array_kinds import ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
+from shmloader.codec.layout import CODE_OF_TORCH_DTYPE
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
 from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.kind import find_types
 from shmloader.store.columns.mixed import Links
-from shmloader.store.handles import register_reducers
+from shmloader.store.handles import array_over, bounds_of, register_reducers, tensor_over
 from shmloader.store.kinds import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
@@ -61,6 +60,7 @@ class MemoryWriter:
         self.out = new_builder()
         self._containers = containers
         self._earlier: dict[int, tuple[int, int]] = {}
+        self._arrays: list[tuple[int, int, int]] = []  # addresses, and the place where they were written
         self._alive: list[Any] = []
         self._tables: list[Table] = []
         self._made: dict[int, Chunks] = {}
@@ -103,38 +103,30 @@ class MemoryWriter:
         return self._made[number]
 
     def array(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make:
-        """Write an ndarray without Python objects, or a dense CPU tensor; returns what makes it."""
-        if (windows := self._windows(value)) is not None:
-            return windows
-        if isinstance(value, torch.Tensor):
-            kind = cast("ArrayKind", kind_of_tensor(value))
-            array = array_of_tensor(value, kind.dtype)
-        else:
-            array, kind = value, ArrayKind(value.dtype, value.ndim)
-        self.out.reserve(self.out.nbytes + array.nbytes)  # before any page is touched
-        offset = self.out.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        shape, size = array.shape, array.size
+        """Write an ndarray without Python objects, or a dense CPU tensor; returns what makes it.
 
-        def make(buffer: SharedBuffer) -> Any:
-            memory = buffer.view if kind.torch_dtype is None else buffer.private
-            return wrap_array(np.frombuffer(memory, kind.dtype, size, offset).reshape(shape), kind)
+        A view of memory that was written before is made over that again, and memory in which items overlap
+        (windows, an expanded tensor) is written once.
+        """
+        if not value.nbytes:
+            return lambda _: value
+        low, high = bounds_of(value)
+        known = next((one for one in self._arrays if one[0] <= low and high <= one[1]), None)
+        if known is None and (high - low < value.nbytes or _is_contiguous(value)):
+            memory = (ctypes.c_ubyte * (high - low)).from_address(low)
+            known = low, high, self._append(memory)
+            self._arrays.append(known)
+            self._alive.append(value)
+        if known is not None:
+            return _view_of(value, low, high - low, known[2] + low - known[0])
+        compact: Any = value.contiguous() if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
+        low, high = bounds_of(compact)
+        offset = self._append((ctypes.c_ubyte * (high - low)).from_address(low))
+        return _view_of(compact, low, high - low, offset)
 
-        return make
-
-    def _windows(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make | None:
-        """Write a view with overlapping items (windows, an expanded one) once; None if none overlap."""
-        steps, item = (
-            (value.stride(), 1) if isinstance(value, torch.Tensor) else (value.strides, value.itemsize)
-        )
-        span = item + sum((size - 1) * step for size, step in zip(value.shape, steps, strict=True))
-        if not 0 < span < math.prod(value.shape) * item or any(step < 0 or step % item for step in steps):
-            return None
-        shape = value.shape
-        if isinstance(value, torch.Tensor):
-            make = self.array(value.as_strided((span,), (1,)))
-            return lambda buffer: make(buffer).as_strided(shape, steps)
-        make = self.array(as_strided(value, (span // item,), (item,)))
-        return lambda buffer: as_strided(make(buffer), shape, steps)
+    def _append(self, memory: Any) -> int:
+        self.out.reserve(self.out.nbytes + len(memory))  # before any page is touched
+        return self.out.append(memory)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -160,6 +152,20 @@ class MemoryWriter:
     ) -> None:
         self.out.close()
         pa.default_memory_pool().release_unused()  # of the chunks while they were encoded: it may keep that
+
+
+def _is_contiguous(value: Any) -> bool:
+    return bool(value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous)
+
+
+def _view_of(value: Any, low: int, nbytes: int, offset: int) -> Make:
+    """The function that makes an array or tensor anew, whose lowest byte lies at a place of the buffer."""
+    if isinstance(value, torch.Tensor):
+        tensor_layout = CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape), value.stride()
+        return lambda buffer: tensor_over((buffer, offset, nbytes), *tensor_layout)
+    first = value.__array_interface__["data"][0] - low
+    layout = value.shape, value.dtype, first, value.strides
+    return lambda buffer: array_over((buffer, offset, nbytes), layout, False)
 
 
 class Table:

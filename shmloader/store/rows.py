@@ -6,7 +6,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Iterator
 from operator import length_hint
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 
@@ -15,14 +15,43 @@ from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
-from shmloader.store.columns.kind import Block, MakeView, Origin, block_of, find_types
+from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, block_of, find_types
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import ColumnGatherer, tuple_shape
 from shmloader.store.views import DictView, ListView, Pairs
 
-_NOT_ONE_ROW = (slice, str, list, tuple)
+
+class RowViews(NamedTuple):
+    """Makes views of large containers in rows: over a store of all items, made with the first one."""
+
+    heaviest_dict: int
+
+    def of_lists(self, items: Any, origin: Origin) -> MakeView:
+        """See `Views.of_lists`."""
+        store = functools.cache(functools.partial(_store_of_items, items, origin, self))
+        return lambda begin, end: ListView(store(), range(begin, end))
+
+    def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
+        """See `Views.of_dicts`."""
+        views = RowViews(_HEAVIEST_INNER_DICT)
+        made = functools.cache(lambda: Pairs(_store_of_items(pairs, origin, views)))
+        return lambda begin, end: DictView(made(), begin, end)
+
+
+_HEAVIEST_INNER_DICT = 1 << 10
+"""Of dicts that a view of a dict holds: so a trie is walked without building what is below a node."""
+
+VIEWS = RowViews(MOST_BUILT)
+
+
+def _store_of_items(items: Any, origin: Origin, views: RowViews) -> RowStore:
+    columns: Any = origin.links  # those of `Column`
+    links = {link: column.chunks for link, column in columns.items()}
+    memory: Any = origin.memory
+    chunks = items_of_rows(items, memory, links, origin.pickles, origin.source, origin.finder.found)
+    return RowStore(chunks, (), origin.copy, views)
 
 
 class RowStore(Store):
@@ -35,11 +64,12 @@ class RowStore(Store):
     """
 
     def __init__(
-        self, chunks: Chunks, path: Path = (), copy: bool = False, *, has_views: bool = True
+        self, chunks: Chunks, path: Path = (), copy: bool = False, views: RowViews | None = VIEWS
     ) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
-        self._column = Column(chunks, path, copy=copy, views=VIEWS if has_views else None)
+        self._column = Column(chunks, path, copy=copy, views=views)
+        self._views = views
         self._gather: ColumnGatherer | None = None
         self._blocks: dict[int, Block | None] = {}
         self._starts = chunks.starts
@@ -111,15 +141,21 @@ class RowStore(Store):
 
     def column(self, name: str | int) -> RowStore:
         """A field of all rows, as a store."""
-        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy)
-        if not len(self):
-            raise KeyError(name)
-        store._column.arrays()
+        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy, self._views)
+        try:
+            if not len(self):
+                raise KeyError(name)
+            store._column.arrays()
+        except KeyError:
+            raise KeyError(
+                f"{name!r}: not all rows have such a field. They are of kind {self.describe().kind!r}; "
+                "store.describe() names the fields, and says which rows are pickled, and why: those have none"
+            ) from None
         return store
 
     def plain(self) -> RowStore:
         """The same rows, without views inside of them."""
-        return RowStore(self.chunks, self._column.path, self._column.copy, has_views=False)
+        return RowStore(self.chunks, self._column.path, self._column.copy, None)
 
     @property
     def buffer(self) -> SharedBuffer:
@@ -177,32 +213,7 @@ class RowStore(Store):
             self._raise(error)
 
     def __reduce__(self) -> Any:
-        return RowStore, (self.chunks, self._column.path, self._column.copy)
-
-
-class _Views:
-    """Makes views of large containers in rows: over a store of all items, made with the first one."""
-
-    def of_lists(self, items: Any, origin: Origin) -> MakeView:
-        """Views of lists, over the items of all."""
-        store = functools.cache(functools.partial(_store_of_items, items, origin))
-        return lambda begin, end: ListView(store(), range(begin, end))
-
-    def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
-        """Views of dicts, over the structs of a key and a value of all."""
-        made = functools.cache(lambda: Pairs(_store_of_items(pairs, origin)))
-        return lambda begin, end: DictView(made(), begin, end)
-
-
-VIEWS = _Views()
-
-
-def _store_of_items(items: Any, origin: Origin) -> RowStore:
-    columns: Any = origin.links  # those of `Column`
-    links = {link: column.chunks for link, column in columns.items()}
-    memory: Any = origin.memory
-    chunks = items_of_rows(items, memory, links, origin.pickles, origin.source, origin.finder.found)
-    return RowStore(chunks, (), origin.copy)
+        return RowStore, (self.chunks, self._column.path, self._column.copy, self._views)
 
 
 DAMAGES: tuple[type[Exception], ...] = (

@@ -79,8 +79,8 @@ class CopyWatch:
     """Measures what forked workers copy of this process's memory, and looks for the owner in the dataset.
 
     Costs microseconds when they start. It looks at page faults every 0.2 seconds, and measures one worker if
-    it had enough of them; each time in vain makes it look less often. So the program is warned in the middle of
-    an epoch, once a fifth is copied or the rest would not fit; else at the epoch's end.
+    it had enough of them; each time in vain makes it look less often. So the program is warned in the middle
+    of an epoch, once a fifth is copied or the rest would not fit; else at the epoch's end.
 
     Attributes:
         due_ns: When to `look` again, by ``time.perf_counter_ns()``.
@@ -132,8 +132,7 @@ class CopyWatch:
 
     def warn(self) -> None:
         """Warn if the workers have copied much; once for each loader."""
-        if self._said and not self._counters.warned_of_copies:
-            self._counters.warned_of_copies = True
+        if self._said and self._counters.warns_first("warned_of_copies"):
             warn(self._said, NotSharedWarning)
 
     def _describe(self, copied: int, num_workers: int, left: str = "") -> str:

@@ -25,9 +25,7 @@ class ListView(Selection):
     """A large list inside of a row."""
 
     def __getitem__(self, index: Any) -> Any:
-        if index.__class__ is int:
-            return self._store[self._rows[index]]
-        return super().__getitem__(index)
+        return self._store[self._rows[index]] if index.__class__ is int else super().__getitem__(index)
 
     def __copy__(self) -> Any:
         return list(self)

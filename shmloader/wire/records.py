@@ -138,38 +138,23 @@ class BatchTimes(NamedTuple):
     """The times of a batch in its worker, while a loader is profiled; the batch follows in the same write.
 
     Seconds have the precision of a 32-bit float.
-
-    Attributes:
-        seq: The task.
-        began_ns: When the worker had the task, by ``perf_counter_ns()``, the same clock in all processes.
-        wait_s: Seconds that it had waited for it.
-        fetch_s: Seconds that it fetched samples; with `collate_s` in it if rows were gathered.
-        collate_s: Seconds in ``collate_fn``.
-        write_s: Seconds that it encoded the batch: copies of leaves into the slot, pickling of the rest.
-        cpu_s: Seconds of processor time of the worker.
-        delay_s: Seconds in which it was ready to run and had no core.
-        slowest_s: Seconds of the slowest `slowest_count` samples that were fetched together; 0 if unknown.
-        slowest_begin: The place of the first of them in the index batch.
-        slowest_count: Their number, mostly 1.
-        copied_nbytes: Bytes of leaves that were copied into the slot.
-        header_nbytes: Bytes of the header. Both are at most 4 GiB.
-        batches: Batches that it stands for: itself, and quicker ones before it that were not measured.
     """
 
-    seq: int
-    began_ns: int
-    wait_s: float
-    fetch_s: float
-    collate_s: float
-    write_s: float
-    cpu_s: float
-    delay_s: float
+    seq: int  # the task
+    began_ns: int  # when the worker had the task, by ``perf_counter_ns()``, the same clock in all processes
+    wait_s: float  # seconds that it had waited for it
+    fetch_s: float  # seconds that it fetched samples; with `collate_s` in it if rows were gathered
+    collate_s: float  # seconds in ``collate_fn``
+    write_s: float  # seconds that it encoded the batch: copies of leaves into the slot, pickling of the rest
+    cpu_s: float  # seconds of processor time of the worker
+    delay_s: float  # seconds in which it was ready to run and had no core
+    # Seconds of the slowest `slowest_count` samples that were fetched together; 0 if unknown.
     slowest_s: float
-    slowest_begin: int
-    slowest_count: int
-    copied_nbytes: int
-    header_nbytes: int
-    batches: int
+    slowest_begin: int  # the place of the first of them in the index batch
+    slowest_count: int  # their number, mostly 1
+    copied_nbytes: int  # bytes of leaves that were copied into the slot
+    header_nbytes: int  # bytes of the header; both are at most 4 GiB
+    batches: int  # that it stands for: itself, and quicker ones before it that were not measured
 
 
 Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes

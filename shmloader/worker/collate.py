@@ -151,7 +151,7 @@ def _stack_tensors(samples: Sequence[torch.Tensor], allocator: SlotAllocator) ->
             return output.placeholder
     except (RuntimeError, TypeError, NotImplementedError):
         pass  # shapes that differ, nested, sparse, on another device: torch's own function has the error
-    allocator.cursor = begin  # the output is in no batch yet
+    allocator.go_back(begin)
     return collate_tensors(samples, collate_fn_map=torch_private.collate_fn_map)
 
 
@@ -174,7 +174,7 @@ def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], allocator: SlotAlloca
                 np.concatenate(samples, out=output.rows, casting="no")
                 return output.placeholder
     except (TypeError, ValueError):
-        allocator.cursor = begin  # shapes or dtypes that differ; the output is in no batch yet
+        allocator.go_back(begin)  # shapes or dtypes that differ
     return _join_by_torch(samples, allocator)
 
 

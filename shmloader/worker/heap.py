@@ -32,12 +32,14 @@ class WarmHeap:
         self._glibc = glibc
         self._num_workers = num_workers
         self._kept_nbytes = _LEAST_KEPT_NBYTES
+        self.enough_nbytes = _LEAST_KEPT_NBYTES // _KEPT_BATCHES  # batches of no more need no more kept
         self.is_warm = self._keep() and bool(glibc.mallopt(_M_MMAP_MAX, 0))
 
     def note_batch(self, nbytes: int) -> None:
-        """Keep enough for batches of this size."""
+        """Keep enough for batches of this size; call it for those of more than ``enough_nbytes``."""
         if _KEPT_BATCHES * nbytes > self._kept_nbytes < _MOST_KEPT_NBYTES:
             self._kept_nbytes = min(_KEPT_BATCHES * nbytes, _MOST_KEPT_NBYTES)
+            self.enough_nbytes = nbytes
             self._keep()
 
     def trim_if_short(self) -> None:

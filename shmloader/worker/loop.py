@@ -235,7 +235,7 @@ class Loop:
             self._placement.note_kept()
         flags = DETACHED * detached | SPILLED * (encoded.spilled is not None) | REPORTED * reported
         begin, end = encoded.header_begin, encoded.header_end
-        if self._heap is not None:
+        if self._heap is not None and end > self._heap.enough_nbytes:
             self._heap.note_batch(end)
         made_ns = time.perf_counter_ns() - self._received_ns
         answer = pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags)

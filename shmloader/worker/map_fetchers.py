@@ -16,14 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.failures.bad_samples import (
-    LEFT_OUT,
-    RAISE,
-    REPLACE,
-    Report,
-    describe,
-    is_a_samples_fault,
-)
+from shmloader.failures.bad_samples import LEFT_OUT, RAISE, REPLACE, Report, describe, is_a_samples_fault
 from shmloader.failures.exceptions import add_note, forget_frames
 from shmloader.failures.mismatches import explain_collation
 from shmloader.indices.packed_indices import PackedInts, Run
@@ -31,7 +24,7 @@ from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.placement import Placement
-from shmloader.worker.stream_fetchers import PartsFetcher
+from shmloader.worker.streams import PartsFetcher
 
 
 def make_fetcher(dataset: Any, rules: FetchRules, worker_id: int = 0, num_workers: int = 1) -> Fetcher:

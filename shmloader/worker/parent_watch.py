@@ -27,22 +27,12 @@ def begin(main_pid: int, by_leader: bool = False) -> None:
     # inherited by programs that a dataset starts.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while the process was started
-    if by_leader:  # the main process's first thread, which lives as long as it, has started this worker
-        _die_with_parent(main_pid)
-    _end_with(main_pid)
-
-
-def _die_with_parent(main_pid: int) -> None:
-    """Have the kernel kill this process when the *thread* that made it, if one of the main process, ends."""
-    if sys.platform != "linux" or os.getppid() != main_pid:
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != main_pid:  # it ended just before
-        os._exit(1)
-
-
-def _end_with(main_pid: int) -> None:
-    """End this process when the main process ends, even in the middle of a user's ``__getitem__``."""
+    # The kernel kills this process when the *thread* that made it ends: the main process's first one, if it
+    # is ``by_leader``, which lives as long as the process.
+    if by_leader and sys.platform == "linux" and os.getppid() == main_pid:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != main_pid:  # it ended just before
+            os._exit(1)
     try:
         main_fd = os.pidfd_open(main_pid)
     except ProcessLookupError:

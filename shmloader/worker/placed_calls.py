@@ -8,6 +8,7 @@ own call is made. It changes nothing but the memory that it was given, so it may
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -25,7 +26,8 @@ from shmloader import torch_private
 LEAST_NBYTES = 64 << 10
 """Smaller results are left to torch: what a placed call takes would be seen."""
 
-_LEAST_PART_NBYTES = 2 << 10  # of a tensor that is joined with others: each is looked at
+_LEAST_PART_NBYTES = 2 << 10  # of the first tensor that is joined with others: each is looked at
+_facts = operator.attrgetter("dtype", "layout", "is_cpu", "requires_grad", "is_nested")
 _NUMBERS = (bool, int, float)
 _KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, classmethod)  # torch's functions
 
@@ -77,18 +79,12 @@ def _are_plain(tensors: Any) -> bool:
     """Whether joining these tensors gives a contiguous tensor of their dtype, without a gradient."""
     if type(tensors) not in (list, tuple) or not tensors or set(map(type, tensors)) != {torch.Tensor}:
         return False
-    dtype = tensors[0].dtype
+    first = tensors[0]
     return (
-        not dtype.is_complex
-        and len(tensors) * tensors[0].nbytes >= LEAST_NBYTES
-        and all(
-            tensor.dtype is dtype
-            and tensor.is_cpu
-            and not tensor.requires_grad
-            and tensor.nbytes >= _LEAST_PART_NBYTES
-            and _is_contiguous(tensor)
-            for tensor in tensors
-        )
+        not first.dtype.is_complex
+        and first.nbytes >= max(_LEAST_PART_NBYTES, LEAST_NBYTES // len(tensors))
+        and set(map(_facts, tensors)) == {(first.dtype, torch.strided, True, False, False)}
+        and all(map(torch.Tensor.is_contiguous, tensors))
     )
 
 
@@ -96,17 +92,13 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
 
 
-def _shape_of(size: tuple[Any, ...]) -> Sequence[int] | None:
+def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
     if len(size) == 1 and isinstance(size[0], (tuple, list)):
         size = tuple(size[0])
-    return size if set(map(type, size)) == {int} else None
-
-
-def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
-    shape = _shape_of(size)
-    if shape is None or device not in (None, "cpu") or type(dtype) is not torch.dtype:
+    are_sizes = set(map(type, size)) == {int}
+    if not are_sizes or device not in (None, "cpu") or type(dtype) is not torch.dtype:
         return None
-    return place(shape, dtype)
+    return place(size, dtype)
 
 
 def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
@@ -116,14 +108,15 @@ def _empty(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> t
     return _new(place, size, dtype or torch.get_default_dtype(), device)
 
 
-def _zeros(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
-    out = _new(place, size, dtype or torch.get_default_dtype(), device)
-    return None if out is None else out.zero_()
+def _filled(value: int) -> SecondWay:
+    def made(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
+        out = _new(place, size, dtype or torch.get_default_dtype(), device)
+        return None if out is None else out.fill_(value)
+
+    return made
 
 
-def _ones(place: Place, *size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
-    out = _new(place, size, dtype or torch.get_default_dtype(), device)
-    return None if out is None else out.fill_(1)
+_zeros, _ones = _filled(0), _filled(1)
 
 
 def _full(place: Place, size: Any, fill_value: Any, *, dtype: Any = None, device: Any = None) -> Any:

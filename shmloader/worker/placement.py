@@ -40,7 +40,7 @@ _OTHERS = "its arguments are others than those that can be placed"
 _NOT_RESIZABLE = "not resizable"
 
 
-@dataclass
+@dataclass(eq=False)
 class _Site:
     """A place in the program's code that makes a call."""
 
@@ -199,7 +199,7 @@ class Placement:
             self._note(site, result, keep=False)
             site.refused = 0
             return result
-        self._allocator.cursor = begin
+        self._allocator.go_back(begin)
         site.refused += not self._lacked_room
         if site.refused > _MOST_REFUSED:
             self._leave(site, _OTHERS)
@@ -213,14 +213,15 @@ class Placement:
         return tensor
 
     def _note(self, site: _Site, result: Any, *, keep: bool) -> None:
+        holder = None
         if type(result) is torch.UntypedStorage:
-            begin, nbytes = result.data_ptr(), result.nbytes()
+            nbytes = result.nbytes()
         elif type(result) is torch.Tensor and result.is_cpu and result.layout is torch.strided:
-            begin, nbytes = result.data_ptr(), result.nbytes
+            nbytes, holder = result.nbytes, result.untyped_storage() if keep else None
         else:
             return
         if nbytes >= LEAST_NBYTES:
-            holder = result.untyped_storage() if keep and type(result) is torch.Tensor else None
+            begin = result.data_ptr()
             self._results.append(_Result(site, begin, begin + nbytes, holder))
 
     # --- after the batch
@@ -235,13 +236,9 @@ class Placement:
             return
         self._small = 0
         leaves = sorted(leaves)
-        missed, seen = set(), set()
-        for result in results:
-            seen.add(id(result.site))
-            if not _arrived(result, leaves):
-                missed.add(id(result.site))
-        for site in {id(result.site): result.site for result in results}.values():
-            self._judge(site, arrived=id(site) not in missed)
+        missed = {result.site for result in results if not _arrived(result, leaves)}
+        for site in dict.fromkeys(result.site for result in results):
+            self._judge(site, arrived=site not in missed)
         if self._to_watch:
             self._to_watch -= 1
             if not self._to_watch:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import torch
 
 from shmloader.settings import THREAD, Settings, check_workers
-from shmloader.workers.base import MakeArguments, Worker, Workers
-from shmloader.workers.processes import ProcessWorkers
-from shmloader.workers.threads import ThreadWorkers
+from shmloader.workers.base import MakeArguments
+from shmloader.workers.processes import ProcessWorker, ProcessWorkers
+from shmloader.workers.threads import ThreadWorker, ThreadWorkers
 
 __all__ = ["Worker", "Workers", "start_workers"]
+
+Worker = ProcessWorker | ThreadWorker
+Workers = ProcessWorkers | ThreadWorkers
 
 
 def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -19,6 +20,7 @@ from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
 from shmloader.worker.loop import Loop
 from shmloader.worker.random_state import seed_worker_process
+from shmloader.worker.ray_calls import refuse_ray
 from shmloader.workers.spawn_payload import take_arguments
 
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
@@ -31,14 +33,16 @@ def begin_fork_server() -> None:
 
     A module that the server has imported stays the same in all later workers of the program, even if its file
     was edited since. So it imports torch, shmloader and the modules that the program chose, and no module of
-    a dataset. A server that the program has started before is left as it is, and one that is to import
-    nothing (``multiprocessing.set_forkserver_preload([])``) imports nothing.
+    a dataset. In a program with a store it also imports the modules of stores, and so pyarrow, which each
+    worker would import otherwise. A server that the program has started before is left as it is, and one that
+    is to import nothing (``multiprocessing.set_forkserver_preload([])``) imports nothing.
     """
     server = getattr(forkserver.set_forkserver_preload, "__self__", None)
     chosen = list(getattr(server, "_preload_modules", []))  # has no getter; this Python may have it elsewhere
     if not chosen:
         return
-    forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED])
+    stores = [name for name in sys.modules if name.startswith("shmloader.store.")]
+    forkserver.set_forkserver_preload([*(chosen if chosen != _DEFAULT else []), *_PRELOADED, *stores])
     try:
         forkserver.ensure_running()
     finally:
@@ -84,6 +88,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
+    refuse_ray()
     Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
 
 

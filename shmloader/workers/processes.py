@@ -21,7 +21,7 @@ from shmloader.memory.process_memory import read_memory
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
-from shmloader.workers.base import MakeArguments, Worker, Workers, describe_held, live
+from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
 from shmloader.workers.launch import begin_fork_server, check_descriptors, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
 
@@ -46,7 +46,12 @@ class ProcessWorker:
         self.place = f"pid {self.pid}"
         self.requests_fd = requests_fd  # write end of the pipe that brings it requests, non-blocking
         self.answers_fd = answers_fd  # read end of the pipe that takes its answers, non-blocking
-        self.death_fd = _open_death_fd(process)  # becomes readable when the process ends
+        # Becomes readable when the process ends. Not the sentinel where it can be helped: that is a pipe, and
+        # a process that the worker forked holds it open after the worker's death.
+        try:
+            self.death_fd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            self.death_fd = int(process.sentinel)
         self.heard = False  # whether a record came from it yet
         self.released = False  # whether it has ended and this side's descriptors are closed
         self._unsent: deque[bytes] = deque()
@@ -144,19 +149,10 @@ class ProcessWorker:
         self.death_fd = -1
 
 
-def _open_death_fd(process: Any) -> int:
-    # Not the sentinel where it can be helped: it is a pipe, and a process that the worker forked holds
-    # it open after the worker's death.
-    try:
-        return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return int(process.sentinel)
-
-
-class ProcessWorkers(Workers):
+class ProcessWorkers(BaseWorkers):
     """All worker processes of one iterator, started with a ``multiprocessing`` context or module."""
 
-    workers: list[ProcessWorker]
+    workers: list[ProcessWorker]  # by their number; empty after `close`
     look_again_ns = SPIN_NS
 
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
@@ -219,7 +215,7 @@ class ProcessWorkers(Workers):
         self.processes[number : number + 1] = [worker.process]
 
     def add(self) -> ProcessWorker:
-        """Start one more, without a task."""
+        """Start one more, without a task; if that fails, the others are unchanged."""
         with HeldInterrupts():
             with self._payload() as payload:
                 worker = self._start(len(self.workers), payload)
@@ -227,28 +223,36 @@ class ProcessWorkers(Workers):
             self._put(worker)
         return worker
 
-    def restart(self, worker: Worker) -> ProcessWorker:
-        """Replace one by a new process with new pipes."""
+    def renew_datasets(self) -> None:
+        """Do nothing: processes have datasets of their own."""
+
+    def restart(self, worker_id: int) -> ProcessWorker:
+        """Replace one, dead or not, by a new process with new pipes, without a task.
+
+        Raises:
+            Exception: Any that kept the new one from starting; then all workers are stopped.
+            LoaderClosed: If another thread has closed the loader meanwhile.
+        """
         with HeldInterrupts():
-            old = self.workers[worker.worker_id]
+            old = self.workers[worker_id]
             self._end([old])
             self._poller = None
             try:
                 with self._payload() as payload:
-                    fresh = self._start(worker.worker_id, payload)
+                    fresh = self._start(worker_id, payload)
             except BaseException:
-                self.close(f"worker {worker.worker_id} could not be replaced", grace_s=0.0)
+                self.close(f"worker {worker_id} could not be replaced", grace_s=0.0)
                 raise
             if old not in self.workers:  # closed meanwhile, by another thread, which has not seen the new one
                 fresh.close_pipes()
                 self._end([fresh])
                 raise LoaderClosed("the loader was closed while a worker was being replaced")
-            self._added.discard(worker.worker_id)
+            self._added.discard(worker_id)
             self._put(fresh)
         return fresh
 
     def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
-        """Wait for all pipes, all deaths and `interrupt` at once."""
+        """Wait for all pipes, all deaths and `interrupt` at once; returns workers that sent or ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         poller = self._poller or self._register_all()
         while True:
@@ -278,18 +282,22 @@ class ProcessWorkers(Workers):
         return poller
 
     def interrupt(self) -> None:
-        """Wake `wait` by a descriptor, for good."""
+        """Make `wait`, in another thread, return at once from now on."""
         self.interrupted = True
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
-    def stack_of(self, worker: Worker) -> str:
-        """The stacks that the process writes when it is asked by a signal."""
-        return self._stacks.ask(worker.pid)
+    def stack_of(self, worker_id: int) -> str:
+        """The stacks that a live process writes when it is asked by a signal, or why there are none."""
+        return self._stacks.ask(self.workers[worker_id].pid)
 
-    def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead process, with its exit code and what it left in its pipe or its output."""
-        dead = self.workers[worker.worker_id]
+    def died(self, worker_id: int, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
+        """The error for a dead process that held these index batches, with its exit code and its output.
+
+        ``why`` says why it was not restarted. It includes the loader's ``memory`` figures if the kernel seems
+        to have killed it for memory.
+        """
+        dead = self.workers[worker_id]
         dead.process.join(_DEATH_S)
         code, pid = dead.process.exitcode, dead.pid
         # First torch's words (torch/csrc/DataLoader.cpp, _try_get_data), which people and scripts search for.
@@ -311,7 +319,7 @@ class ProcessWorkers(Workers):
             f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {how}."
             + hint
             + describe_held(indices),
-            worker_id=worker.worker_id,
+            worker_id=worker_id,
             pid=pid,
             exit_code=code,
             indices=indices,

@@ -28,7 +28,8 @@ import torch.multiprocessing
 
 from shmloader.codec.layout import align
 from shmloader.errors import LoaderError, WorkerStartError
-from shmloader.memory import Descriptor, map_copy_on_write
+from shmloader.memory import Descriptor
+from shmloader.memory.mapping import map_copy_on_write
 from shmloader.store_hooks import hooks
 from shmloader.worker.loop import WorkerArguments
 from shmloader.workers.base import MakeArguments
@@ -110,7 +111,9 @@ class SpawnPayload:
             return False
 
         with os.fdopen(self._stream_fd, "wb", closefd=False) as file:
-            kind = _InteractivePickler if _main_is_interactive() else reduction.ForkingPickler
+            main: Any = sys.modules.get("__main__")
+            interactive = main and getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
+            kind = _InteractivePickler if interactive else reduction.ForkingPickler
             self._pickler = kind(file, 5, True, goes_into_the_stream)
             table = self._pickler.dispatch_table
             for type_ in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
@@ -128,27 +131,23 @@ class SpawnPayload:
             finally:
                 set_spawning_popen(None)
             self._stream_nbytes = self.pickled_nbytes = file.tell()
-            pickle.dump(self._write_arrays(large), file)
+            places: list[_Place] = []
+            if large:
+                self._arrays_fd = os.memfd_create("shmloader-arrays")
+                with os.fdopen(self._arrays_fd, "wb", closefd=False) as arrays:
+                    for view in large:
+                        begin = align(self.arrays_nbytes)
+                        self.arrays_nbytes = begin + view.nbytes
+                        arrays.seek(begin)
+                        arrays.write(view)
+                        places.append((begin, self.arrays_nbytes))
+            pickle.dump(places, file)
 
     def _reduce_as_torch(self, reduce: Callable[[Any], Any], value: Any) -> Any:
         """Reduce as torch does; notes memory that torch counts for one receiver, as an accelerator's."""
         named = torch.multiprocessing.get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
         self._for_one |= named or value.device.type != "cpu"
         return reduce(value)
-
-    def _write_arrays(self, views: list[memoryview]) -> list[_Place]:
-        if not views:
-            return []
-        places: list[_Place] = []
-        self._arrays_fd = os.memfd_create("shmloader-arrays")
-        with os.fdopen(self._arrays_fd, "wb", closefd=False) as file:
-            for view in views:
-                begin = align(self.arrays_nbytes)
-                self.arrays_nbytes = begin + view.nbytes
-                file.seek(begin)
-                file.write(view)
-                places.append((begin, self.arrays_nbytes))
-        return places
 
     def close(self) -> None:
         """Close the files, once the processes have been given them."""
@@ -187,11 +186,6 @@ def _reduce_array(reduce_by_handle: Callable[[Any], Any], array: Any) -> Any:
 
 _Place = tuple[int, int]
 """Begin and end of an array's memory, in bytes. The pickle knows whether the array is read-only."""
-
-
-def _main_is_interactive() -> bool:
-    main = sys.modules.get("__main__")
-    return main is not None and getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
 
 
 class _InteractivePickler(reduction.ForkingPickler):

@@ -28,7 +28,7 @@ from shmloader.torch_private import use_one_core_in_this_thread
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.links import ThreadLink
 from shmloader.worker.loop import Loop, WorkerArguments
-from shmloader.workers.base import MakeArguments, Worker, Workers, describe_held, live
+from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
@@ -69,7 +69,7 @@ class ThreadWorker:
         return self.link.ended and not self.link.answers
 
 
-class ThreadWorkers(Workers):
+class ThreadWorkers(BaseWorkers):
     """All worker threads of one iterator.
 
     It has no ``processes``: frameworks end those, and a thread cannot be ended. It never looks again before
@@ -110,9 +110,9 @@ class ThreadWorkers(Workers):
         for worker in self.workers:
             worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 
-    def restart(self, worker: Worker) -> Worker:
+    def restart(self, worker_id: int) -> ThreadWorker:
         """Refuse: a thread cannot be replaced, and ``worker_restarts`` is not possible with threads."""
-        raise NotImplementedError(f"worker thread {worker.worker_id} cannot be replaced")
+        raise NotImplementedError(f"worker thread {worker_id} cannot be replaced")
 
     def wait(self, timeout_s: float | None) -> list[ThreadWorker]:
         """Wait at the one queue that all threads wake."""
@@ -132,22 +132,22 @@ class ThreadWorkers(Workers):
         self.interrupted = True
         self._wakeup.put(None)
 
-    def stack_of(self, worker: Worker) -> str:
+    def stack_of(self, worker_id: int) -> str:
         """The stack of the thread."""
-        thread = self.workers[worker.worker_id].thread
+        thread = self.workers[worker_id].thread
         frame = sys._current_frames().get(thread.ident or -1)  # noqa: SLF001 - documented
         if frame is None:
             return "(it has ended)"
         return "".join(traceback.format_stack(frame)).rstrip()[-_MOST_CHARACTERS:]
 
-    def died(self, worker: Worker, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
+    def died(self, worker_id: int, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
         """The error for a thread that has ended, from the exception that ended it."""
-        cause = self.workers[worker.worker_id].link.error
+        dead = self.workers[worker_id]
+        cause = dead.link.error
         error = WorkerDied(
-            f"shmloader worker {worker.worker_id} ({worker.place}) ended: {shown(cause)}."
-            + describe_held(indices),
-            worker_id=worker.worker_id,
-            pid=worker.pid,
+            f"shmloader worker {worker_id} ({dead.place}) ended: {shown(cause)}." + describe_held(indices),
+            worker_id=worker_id,
+            pid=dead.pid,
             indices=indices,
         )
         error.__cause__ = cause

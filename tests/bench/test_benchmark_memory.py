@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks import memory, memory_cgroup  # noqa: E402
+from benchmarks import memory, memory_cgroup, memory_command  # noqa: E402
 from benchmarks.memory_datasets import CONTESTANTS, Nothing, PickledBytes, Rows, expected_sum, records  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads smaps_rollup")
@@ -118,12 +119,48 @@ def test_a_failed_measurement_says_which_and_why(tmp_path: Path) -> None:
         memory.run(memory.Spec("growth", "none such", 10, 1))
 
 
-@pytest.mark.parametrize("name", [name for name in CONTESTANTS if name != "torch, datasets"])
-def test_all_contestants_give_the_same_samples(name: str) -> None:
-    dataset = Rows(CONTESTANTS[name].make(300))
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name, one in CONTESTANTS.items() for shape in one.shapes]
+)
+def test_all_contestants_give_the_same_samples(name: str, shape: str) -> None:
+    pytest.importorskip(CONTESTANTS[name].package)
+    dataset = Rows(CONTESTANTS[name].make(300, shape))
     assert len(dataset) == 300
-    assert sum(dataset[index] for index in range(300)) == expected_sum(300)
-    assert list(map(CONTESTANTS[name].make(300).__getitem__, range(300))) == list(records(300))
+    assert sum(dataset[index] for index in range(300)) == expected_sum(300, shape)
+    assert list(map(CONTESTANTS[name].make(300, shape).__getitem__, range(300))) == list(records(300, shape))
+
+
+def test_shapes_are_compared_by_start_method_and_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--shape", "coco", "--method", "fork", "--shape-workers", "0", "--shape-workers", "1"]
+    output, report = run(tmp_path, capsys, "--part", "shapes", "--contestant", "torch, list", *chosen)
+    assert [(one["contestant"], one["workers"]) for one in report["shapes"]] == [
+        (name, workers) for workers in (0, 1) for name in ("torch, nothing", "torch, list")
+    ]
+    assert [one["worker_private_nbytes"] > 0 for one in report["shapes"]] == [False, False, True, True]
+    assert "| coco    | torch, list    | 1 fork  |" in output
+
+
+def test_first_batches_are_compared_with_a_loader_without_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, report = run(tmp_path, capsys, "--part", "start")
+    assert [(one["contestant"], one["method"]) for one in report["start"]] == [
+        (name, method)
+        for method in ("spawn", "forkserver")
+        for name in ("shmloader, nothing", "shmloader, share(list)")
+    ]
+    nothing, shared, *_ = (one["first_batch_s"] for one in report["start"])
+    assert report["targets"][0]["figure"] == f"{shared - nothing:+.2f} s"
+    assert "first batch under 1 s later than without data" in output
+
+
+def test_the_memory_command_is_measured_over_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    memory_command.main(["--rows", "200000", "--workers", "1", "--seconds", "20", "--method", "fork"])
+    output = capsys.readouterr().out
+    assert "Cure: train.samples = shmloader.share(train.samples)" in output
+    assert re.search(r"^\| fork +\| +\d+\.\d \| +\d+ \| +\d\.\d\d% \|", output, re.MULTILINE), output
 
 
 def test_the_trick_gives_back_any_row() -> None:

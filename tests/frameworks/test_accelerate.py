@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from look_ahead import InThread, in_this_thread
 
 import shmloader
 from frameworks.pages import assert_page_loads_from_slots, needs
@@ -233,3 +234,29 @@ def test_states_that_are_wanted_and_cannot_be_had_are_errors() -> None:
     with pytest.raises(shmloader.ResumeError):
         list(zip(rows, rows, strict=True))
     rows.base_dataloader.close()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_prefetcher_around_accelerates_own_look_ahead_is_followed(shuffle: bool) -> None:
+    """After each batch and each epoch the state continues where the loop was, also in a new loader."""
+
+    def prepared() -> Any:
+        generator = torch.Generator().manual_seed(4)
+        loader = shmloader.DataLoader(Rows(22), batch_size=4, shuffle=shuffle, generator=generator)
+        return accelerator(use_stateful_dataloader=True).prepare(loader)
+
+    with shmloader.install():
+        one = prepared()
+        whole = [[batch.flatten().tolist() for batch in one] for _ in range(2)]
+        for ahead in (in_this_thread, InThread):
+            loader, states = prepared(), []
+            for epoch in range(2):
+                for had, _ in enumerate(loader.follow(ahead(loader)), 1):
+                    states.append((epoch, had, loader.state_dict()))
+                states.append((epoch + 1, 0, loader.state_dict()))
+            for epoch, had, state in states:
+                again = prepared()
+                again.load_state_dict(state)
+                got = [[batch.flatten().tolist() for batch in again] for _ in range(epoch, 2)]
+                expected = [whole[epoch][had:], *whole[epoch + 1 :]] if epoch < 2 else []
+                assert got == expected, (ahead, epoch, had)

@@ -319,3 +319,21 @@ def test_a_checkpoint_does_not_stop_a_run_whose_sampler_cannot_be_resumed(
         assert error is not None
         error = error.__context__
     assert "FromGlobal" in str(error)
+
+
+def test_a_checkpoint_has_the_state_before_the_batch_that_was_read_ahead(tmp_path: Path) -> None:
+    """Lightning reads loaders without a length one batch ahead, and the last batch begins the next epoch."""
+    path, places = tmp_path / "checkpoint.ckpt", []
+
+    class Saves(Model):
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.save_checkpoint(path)
+            loops = torch.load(path, weights_only=False)["loops"]
+            state = loops["fit_loop"]["state_dict"]["combined_loader"][0]
+            places.append((state["batches"], state["finished"]))
+
+    for loader in (shmloader.DataLoader(Stream(), num_workers=1), DataLoader(Stream(), num_workers=1)):
+        with shmloader.install(stateful=True):
+            places.clear()
+            fit(Saves(), loader)
+            assert places == [(1, False), (2, False), (3, False), (4, False), (5, False), (6, True)]

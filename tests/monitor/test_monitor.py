@@ -147,7 +147,7 @@ def texts(report: Report, *private: int, looks_inside: bool = True) -> list[str]
 def test_growth_is_told_with_cause_and_cure() -> None:
     (text,) = texts(REPORT, 10 * MB, 50 * MB, 90 * MB)
     assert text == (
-        "the worker's private memory grows by 240 MB/min towards the 614 MB of `train.samples` (80 MB so "
+        "the worker's private memory grows by 240 MB/min towards the 614 MB of `train.samples` (90 MB so "
         "far): a forked worker copies the objects that it reads. Cure: train.samples = "
         "shmloader.share(train.samples)"
     )
@@ -155,8 +155,10 @@ def test_growth_is_told_with_cause_and_cure() -> None:
 
 def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
     small = Report(7, 1, "train", "fork", (8,), "train.samples", 10 * MB, is_shareable=True)
-    (text,) = texts(small, 10 * MB, 50 * MB, 90 * MB)
-    assert "The cause cannot be told: `train.samples`, the largest in train, has 10 MB" in text
+    growing = [40 * MB * number for number in range(8)]
+    assert texts(small, *growing[:3]) == []  # as when a worker's first batches are made
+    (text,) = texts(small, *growing)
+    assert "The cause cannot be told: `train.samples`, the largest in train, has only 10 MB" in text
     assert "Cure" not in text
 
 
@@ -181,6 +183,17 @@ def test_growth_that_nobody_reported_is_told_after_a_minute(looks_inside: bool, 
     (text,) = texts(other, *growing, looks_inside=looks_inside)
     assert text.startswith("process 8 (python train.py) grows by 240 MB/min: ")
     assert why in text
+
+
+def test_what_a_process_no_longer_shares_with_its_children_is_no_growth() -> None:
+    monitor = Monitor(os.getpid())
+    for number in range(8):
+        private = 10 * MB + 200 * MB * (number > 6)
+        alone = ProcessMemory(7, 1, 0, "python train.py", private, 300 * MB - private, 300 * MB)
+        monitor.add(Reading(10.0 * number, (alone,), {}, ROOM))
+    growths = monitor.growths(monitor.readings[-1])
+    assert growths[7].nbytes_per_min == pytest.approx(200 * MB)
+    assert list(find([], growths, looks_inside=True)) == []
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

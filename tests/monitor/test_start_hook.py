@@ -96,7 +96,12 @@ class Images(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return self.samples[index]["label"]
     def __getattr__(self, name):
-        raise AssertionError(f"code of the dataset ran for {name}")
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_name != "begin":
+            if frame.f_globals["__name__"] == "shmloader.monitor.inside":
+                print("the search ran code of the dataset for", name, file=sys.stderr)
+            frame = frame.f_back
+        raise AttributeError(name)
 
 def main(method):
     train = Images()

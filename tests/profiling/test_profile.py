@@ -1,4 +1,4 @@
-"""``loader.profile()`` measures the epochs that begin in its block, in every way to load; it changes none."""
+"""``loader.profile()`` measures the epochs that begin in its block, under every way to load."""
 
 from __future__ import annotations
 

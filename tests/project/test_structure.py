@@ -13,8 +13,8 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 99
-BATCH_FILES, ITER_FILES = 22, 40
+WRITES = 70
+BATCH_FILES, ITER_FILES = 22, 35
 
 PLANTED = """
 class Owner:

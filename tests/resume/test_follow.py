@@ -17,6 +17,9 @@ from stream_datasets import Stateful as StatefulStream
 
 from shmloader import DataLoader, ResumeError, ShardedSampler, TokenBatchSampler
 
+# Of streams whose states are not read with each batch.
+pytestmark = pytest.mark.filterwarnings("ignore:to resume, .* samples of the stream are drawn again")
+
 EPOCHS = 3
 Loader = DataLoader[Any]
 
@@ -147,8 +150,10 @@ def test_one_thread_reads_into_the_next_epochs(kind: str, ahead: int) -> None:
     reader = InThreadForGood(loader, EPOCHS, ahead)
     followed = loader.follow(reader)
     for epoch in range(EPOCHS):
-        had = []
-        for batch in followed:
+        had, reading = [], iter(followed)
+        reader.await_all()
+        for batch in reading:
+            reader.await_all()
             had.append(ints(batch))
             states.append((epoch, len(had), loader.state_dict()))
         assert had == whole[epoch]
@@ -165,7 +170,8 @@ def test_one_thread_reads_into_the_next_epochs(kind: str, ahead: int) -> None:
 @pytest.mark.parametrize("limit", [None, 3])
 def test_epochs_in_one_pass_are_followed_in_turn(limit: int | None) -> None:
     """A reader that begins the next epoch by itself, after a whole one or in the middle of one."""
-    whole = [[ints(batch) for batch in loader][:limit] for loader in [shuffled()] for _ in range(EPOCHS)]
+    loader = shuffled()
+    whole = [[ints(batch) for batch in itertools.islice(loader, limit)] for _ in range(EPOCHS)]
     loader = shuffled()
 
     def some() -> Iterable[Any]:
@@ -213,9 +219,7 @@ def test_batches_by_arrival_left_out_and_raised() -> None:
 
     def build(on_error: Any, **options: Any) -> Loader:
         threads = {"num_workers": 2, "worker_type": "thread"}
-        return DataLoader(
-            Plain(24, bad=(4, 5, 11, 20)), batch_size=2, on_error=on_error, **(threads | options)
-        )
+        return DataLoader(Bad(24, bad=(4, 5, 11, 20)), batch_size=2, on_error=on_error, **(threads | options))
 
     for options in ({}, {"in_order": False}, {"num_workers": 0, "worker_type": "process"}):
         for on_error in ("skip", "raise"):
@@ -236,6 +240,15 @@ def test_batches_by_arrival_left_out_and_raised() -> None:
                 ResumeError, match=rf"after {len(had) + 1} batches.* has returned {len(had)} "
             ):
                 loader.state_dict(taken=len(had) + 1)
+
+
+class Bad(Plain):
+    """Some samples raise."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in self.bad:
+            raise ValueError(f"sample {index} is bad")
+        return super().__getitem__(index)
 
 
 class FirstLast(Plain):
@@ -336,7 +349,11 @@ def test_a_reader_of_another_loader_is_refused() -> None:
 def test_a_reader_that_is_left_leaves_the_loader_to_the_next_loop() -> None:
     """Left by a break, or held by a variable, in the same thread; then a reader, or a plain loop."""
     loader = shuffled(num_workers=2, worker_type="thread")
-    held = []
+    held = [iter(loader.follow(in_this_thread(loader)))]
+    next(held[0])
+    for _ in range(2):
+        for had, _ in enumerate(loader, 1):
+            assert loader.state_dict()["batches"] == had
     for leave in (True, False):
         reader = iter(loader.follow(InThread(loader, ahead=1)))
         next(reader)
@@ -376,7 +393,7 @@ def test_what_follow_returns_is_as_long_and_as_often_iterable_as_what_it_was_giv
 
 
 def test_an_exception_comes_through_and_the_reader_goes_on() -> None:
-    loader = DataLoader[Any](Plain(8, bad=(2,)), batch_size=2)
+    loader = DataLoader[Any](Bad(8, bad=(2,)), batch_size=2)
     reader = iter(loader.follow(loader))
     assert ints(next(reader)) == [0, 1]
     with pytest.raises(ValueError, match="sample 2 is bad"):

@@ -104,6 +104,22 @@ def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[i
         assert sorted(indices) == list(range(300))
 
 
+def test_a_killed_loop_behind_a_thread_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """Killed in both epochs: nothing that the thread has read and the loop has not had is lost."""
+    path, whole_path = tmp_path / "train.py", tmp_path / "whole" / "train.py"
+    whole_path.parent.mkdir()
+    for one in (path, whole_path):
+        one.write_text(program("Behind a look-ahead"))
+    whole, done = finish(whole_path), 0
+    assert len(whole) == 2 * 30
+    for after in (9, 33):
+        printed = kill_after(path, after)
+        assert printed == whole[done : done + len(printed)]
+        place, done = done + len(printed), checkpointed(tmp_path)
+        assert place - 8 < done <= place
+    assert finish(path) == whole[done:]
+
+
 @pytest.mark.parametrize("workers", [[2, 1, 3], [0, 2, 0]], ids=str)
 def test_a_killed_program_goes_on_in_its_stream(workers: list[int], tmp_path: Path) -> None:
     """Batches and sums are those of a program that was not killed; each run has other workers."""

@@ -300,7 +300,7 @@ def test_bad_samples_cannot_be_left_out_by_stride(monkeypatch: pytest.MonkeyPatc
 
 def test_it_is_refused_where_torchs_own_workers_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's workers would give every item as often as there are workers."""
-    monkeypatch.setattr("shmloader.torch_fallback.why_unavailable", lambda: "no memory files")
+    monkeypatch.setattr("shmloader.loading.why_unavailable", lambda: "no memory files")
     with pytest.raises(
         NotImplementedError, match=r"no memory files.*does not divide streams as shard='auto'"
     ):

@@ -19,9 +19,9 @@ from robustness.processes import python
 
 import shmloader
 from shmloader import SharedMemoryExhausted
-from shmloader.memory import PAGE_NBYTES, Segment, map_copy_on_write, mapping
+from shmloader.memory import PAGE_NBYTES, Segment, mapping
 from shmloader.memory.huge_pages import HUGE_NBYTES
-from shmloader.memory.mapping import address_of, map_aligned, take_space
+from shmloader.memory.mapping import address_of, map_aligned, map_copy_on_write, take_space
 from shmloader.store.sealed_buffer import SharedBuffer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts address space in /proc")

@@ -49,10 +49,13 @@ KEYS: list[Any] = [
     *("a", b"a", 1, 2.5, None, Decimal("0.1"), ("a", 1)),
     *(Path("a/b"), PurePosixPath("A/b"), PureWindowsPath("C:\\X")),
     *(uuid.UUID(int=7), uuid.UUID(int=1 << 127)),
-    *(dt.date(2024, 2, 29), dt.datetime(2024, 2, 29), dt.datetime(2024, 2, 29, tzinfo=dt.UTC)),  # noqa: DTZ001
-    *(dt.datetime.min.replace(tzinfo=EAST), dt.timedelta(days=-1, microseconds=1)),
     *(Colour.RED, Rights.READ, Rights.READ | Rights.WRITE, Rights(0)),
     *(frozenset(), frozenset({1, "a", Colour.BLUE}), frozenset({frozenset({Path("x")})})),
+    (Path("a"), frozenset({uuid.UUID(int=3)})),
+]
+WITHOUT_HASH: list[Any] = [
+    *(dt.date(2024, 2, 29), dt.datetime(2024, 2, 29), dt.datetime(2024, 2, 29, tzinfo=dt.UTC)),  # noqa: DTZ001
+    *(dt.datetime.min.replace(tzinfo=EAST), dt.timedelta(days=-1, microseconds=1)),
     (Path("a"), frozenset({dt.date.min})),
 ]
 EQUAL: list[Any] = [
@@ -66,21 +69,22 @@ EQUAL: list[Any] = [
 
 
 def find_all(shared: Any, found: Any) -> None:
-    found.put([shared[key] for key in KEYS])
+    found.put([shared[key] for key in KEYS + WITHOUT_HASH])
 
 
 def test_keys_are_found_in_a_process_that_was_spawned() -> None:
-    shared = share({key: number for number, key in enumerate(KEYS)})
+    shared = share({key: number for number, key in enumerate(KEYS + WITHOUT_HASH)})
     context = multiprocessing.get_context("spawn")  # it hashes texts in another way
     found: Any = context.SimpleQueue()
     process = context.Process(target=find_all, args=(shared, found))
     process.start()
-    assert found.get() == list(range(len(KEYS)))
+    assert found.get() == list(range(len(KEYS + WITHOUT_HASH)))
     process.join()
 
 
 def test_no_process_needs_a_dict_of_such_keys() -> None:
     assert [key for key in KEYS if hash_of(key) is None] == []
+    assert [key for key in WITHOUT_HASH if hash_of(key) is not None] == []
 
 
 def test_keys_that_are_equal_have_equal_hashes() -> None:

@@ -20,6 +20,7 @@ from store_strategies import ARRAYS, SCALARS, containers
 
 import shmloader
 from shmloader.store import MappingStore, Store
+from shmloader.store import rows as stores
 from shmloader.store.columns import kind, lists, mixed
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.handles import pack, unpack
@@ -35,6 +36,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if containers of more than some 20 values were large."""
     for module in (kind, lists, mixed):
         monkeypatch.setattr(module, "MOST_BUILT", 300)
+    monkeypatch.setattr(stores.RowStore.__init__, "__defaults__", ((), False, stores.RowViews(300)))
 
 
 def is_view(value: Any) -> bool:
@@ -267,3 +269,27 @@ def test_rows_that_are_no_numbers_are_the_errors_of_lists() -> None:
         for data in (rows, shmloader.share(rows)):
             with pytest.raises((TypeError, ValueError, RuntimeError, OverflowError)):
                 torch.tensor(data[:])
+
+
+def test_a_wanted_dtype_loses_nothing_and_numbers_that_do_not_fit_are_errors() -> None:
+    store, numbers = shmloader.share(FLOATS), shmloader.share([300, 1] * 50)
+    wanted = torch.tensor(FLOATS[3:9], dtype=torch.float64)
+    assert same(torch.tensor(store[3:9], dtype=torch.float64), wanted)
+    assert same(np.array(store[3:9], np.float32), np.array(FLOATS[3:9], np.float32))
+    with pytest.raises(RuntimeError, match="overflow"):
+        torch.tensor(numbers[:4], dtype=torch.uint8)
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        with pytest.raises(OverflowError):
+            np.array(numbers[:4], np.uint8)
+
+
+def test_a_window_that_is_read_as_a_sequence_gives_new_lists() -> None:
+    rows = [[n, n / 2] for n in range(50)]
+    window = shmloader.share(rows)[10:20]
+    for _ in range(3):
+        assert same([window[n] for n in range(-10, 10)], rows[10:20] * 2)
+        assert same(list(window), rows[10:20])
+        window[1].append(5)
+        next(iter(window)).append(5)
+    with pytest.raises(IndexError):
+        window[10]

@@ -96,6 +96,27 @@ def test_the_server_imports_what_the_program_chose_and_no_module_of_the_dataset(
     assert lines == [places, places, "False True"]
 
 
+HAS_PYARROW = """
+    import sys
+    import torch
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 2
+        def __getitem__(self, index): return int("pyarrow" in sys.modules)
+    """
+WITH_A_STORE = """
+    from looks import Data
+    if __name__ == "__main__":
+        store = shmloader.share([{"number": 1}]) if STORE else None
+        print(load(Data()))
+    """
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_the_server_imports_what_reads_stores_if_the_program_has_one(has_store: bool, tmp_path: Path) -> None:
+    lines = _run(tmp_path, WITH_A_STORE.replace("STORE", str(has_store)), looks=HAS_PYARROW)
+    assert lines == [f"[[{int(has_store)}], [{int(has_store)}]]"]
+
+
 EDITED = """
     import torch
     class Data(torch.utils.data.Dataset):

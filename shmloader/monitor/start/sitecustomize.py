@@ -42,15 +42,16 @@ def _wrap(loader_class: Any) -> None:
     if torchs_iter is None:
         return
 
+    import contextlib
     import functools
 
     @functools.wraps(torchs_iter)
     def __iter__(loader: Any) -> Any:  # noqa: N807
-        try:
+        begin: Any = None
+        with contextlib.suppress(Exception):  # without shmloader the command says that nothing was reported
             from shmloader.monitor.inside import begin
-        except ImportError:  # this interpreter has no shmloader: the command says that nothing was reported
-            return torchs_iter(loader)
-        return begin(loader, torchs_iter)
+        # Not while an exception is handled: forked workers would inherit that as the context of theirs.
+        return torchs_iter(loader) if begin is None else begin(loader, torchs_iter)
 
     vars(__iter__)["_torchdynamo_disable"] = True  # torch.compile leaves it alone, as torch's own
     loader_class.__iter__ = __iter__

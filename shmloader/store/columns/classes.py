@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
-from types import GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
 Classes = Mapping[str, type]
@@ -81,10 +78,8 @@ def state_of(value: Any) -> dict[str, Any]:
 
 
 def maker_of(kind: Any, names: Collection[str]) -> Callable[[dict[str, Any]], Any]:
-    """The function that makes dataclasses or namespaces as pickle does; ValueError if that may run code."""
-    is_made_up = kind is SimpleNamespace
-    is_fit = is_made_up or (is_plain_dataclass(kind) and {*names} <= {*kind.__dataclass_fields__})
-    if not is_fit:
+    """The function that makes dataclasses as pickle does; ValueError if that may run code."""
+    if not (is_plain_dataclass(kind) and {*names} <= {*kind.__dataclass_fields__}):
         raise ValueError(
             f"values with {', '.join(names)} become no instances of {kind.__module__}.{kind.__qualname__}: "
             "it has other fields, or making, filling or ending one may run code of its own. Open the file "
@@ -118,43 +113,22 @@ class ClassFinder:
         self.found: dict[str, type] = dict(given or {})
 
     def find(self, kind: Any) -> Any:
-        """The class that a kind names and that fits, or one made up in its place if it is no longer there."""
+        """The class that a kind names.
+
+        Raises:
+            ValueError: If no such class is loaded, or it is another one by now.
+        """
         name = kind.parameters["python"]
         found = self.found.get(name, loaded_class(name))
         if found is not None and kind.is_for(found):
             return self.found.setdefault(name, found)
-        name = name.rpartition(":")[2].rpartition(".")[2]
-        return kind.made_up(name if name.isidentifier() else "Unknown")
+        module, _, path = name.partition(":")
+        raise ValueError(
+            f"values are of the class {path!r} of the module {module!r}, which is not loaded, or has another "
+            "class of this name. Import it first: opening a file imports nothing. Or open the file without "
+            "this column (columns=[...])"
+        )
 
     def given(self) -> dict[str, type]:
         """The classes that other processes find by their names too."""
         return {name: kind for name, kind in self.found.items() if loaded_class(name) is kind}
-
-
-@functools.cache
-def made_namedtuple(name: str, fields: tuple[str, ...]) -> type:
-    """A namedtuple class whose instances can be pickled without it."""
-    make: Any = collections.namedtuple  # noqa: PYI024 - its fields are those of a file
-    kind: type = make(name, fields, rename=True)
-    return type(name, (kind,), {"__slots__": (), "__reduce__": _reduce_tuple})
-
-
-def _reduce_tuple(made: Any) -> Any:
-    return _remake_tuple, (type(made).__name__, made._fields, tuple(made))
-
-
-def _remake_tuple(name: str, fields: tuple[str, ...], items: tuple[Any, ...]) -> Any:
-    return tuple.__new__(made_namedtuple(name, fields), items)
-
-
-@functools.cache
-def made_enum(name: str, members: tuple[str, ...]) -> Any:
-    """An enum whose members can be pickled without it."""
-    make: Any = enum.Enum
-    kind = make(name, members)
-    kind.__reduce_ex__ = lambda member, _: (_member_of, (name, members, member.name))
-    return kind
-
-
-def _member_of(name: str, members: tuple[str, ...], member: str) -> Any:
-    return made_enum(name, members)[member]

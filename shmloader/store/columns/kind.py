@@ -44,7 +44,14 @@ MOST_BUILT = 1 << 15
 
 
 class Views(Protocol):
-    """Views of large containers inside rows, for columns of these."""
+    """Views of large containers inside rows, for columns of these.
+
+    Attributes:
+        heaviest_dict: The weight of the heaviest dict that is built.
+    """
+
+    @property
+    def heaviest_dict(self) -> int: ...
 
     def of_lists(self, items: Any, origin: Origin) -> MakeView:
         """Views of lists, over the items of all."""

@@ -55,7 +55,7 @@ def _numbers_in(items: Any) -> memoryview[Any] | None:
     return found if isinstance(found, memoryview) else None
 
 
-def built_or_view(build: Reader, make: MakeView, ends: Sequence[int], items: Weight) -> Reader:
+def built_or_view(build: Reader, make: MakeView, ends: Sequence[int], items: Weight, heaviest: int) -> Reader:
     """The reader of containers of which heavy ones are views.
 
     Args:
@@ -63,13 +63,14 @@ def built_or_view(build: Reader, make: MakeView, ends: Sequence[int], items: Wei
         make: Makes the view of one.
         ends: The places where the items of each row begin, and those of the last one end.
         items: The weight of the items.
+        heaviest: The weight of items up to which containers are built.
     """
-    few, many = MOST_BUILT // max(items.most, 1), MOST_BUILT // max(items.least, 1)
+    few, many = heaviest // max(items.most, 1), heaviest // max(items.least, 1)
     weigh = items.of
 
     def read(i: int) -> Any:
         begin, end = ends[i], ends[i + 1]
-        if end - begin <= few or (end - begin <= many and weigh(begin, end) <= MOST_BUILT):
+        if end - begin <= few or (end - begin <= many and weigh(begin, end) <= heaviest):
             return build(i)
         return make(begin, end)
 
@@ -107,7 +108,7 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
         if origin.views is None or self.weight(column).most <= MOST_BUILT:
             return build
         make = origin.views.of_lists(column.values, origin)
-        return built_or_view(build, make, self._ends(column), weight_of(column.values))
+        return built_or_view(build, make, self._ends(column), weight_of(column.values), MOST_BUILT)
 
     def _builder(self, column: Any, origin: Origin) -> Reader:
         """The reader that makes whole lists."""
@@ -231,9 +232,10 @@ class Maps(PythonType, name="dict", over=Lists):
             part = range(ends[i], ends[i + 1])
             return dict(zip(map(key, part), map(value, part), strict=True))
 
-        if origin.views is None or self.weight(column).most <= MOST_BUILT:
+        views, items = origin.views, self._weight_of_pairs(pairs)
+        if views is None or weight_of_containers(ends, items).most <= views.heaviest_dict:
             return build
-        return built_or_view(build, origin.views.of_dicts(pairs, origin), ends, self._weight_of_pairs(pairs))
+        return built_or_view(build, views.of_dicts(pairs, origin), ends, items, views.heaviest_dict)
 
     def weight(self, column: Any) -> Weight:
         column = column.storage

@@ -20,6 +20,7 @@ from shmloader.store.columns.kind import (
     children_of,
     dictionary_inside,
     form_of_type,
+    items_of,
     kind_of,
     reader_of,
     type_name,
@@ -71,12 +72,13 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
         if not self._is_ours(column.type):
             return super().weight(column)
         parts = [weight_of(column.field(number)) for number in range(column.type.num_fields)]
+        least = min(part.least for part in parts)
         tags = numbers_of(column, 1, "b", len(column))
         places = numbers_of(column, 2, "i", len(column))
 
         def of(begin: int, end: int) -> int:
-            if 16 * (end - begin) > MOST_BUILT:
-                return 16 * (end - begin)
+            if least * (end - begin) > MOST_BUILT:
+                return least * (end - begin)
             some, found = tags[begin:end].tobytes(), 0
             for tag, part in enumerate(parts):  # the places of a kind ascend, one by one
                 first = some.find(tag)
@@ -84,7 +86,7 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
                     found += part.of(places[begin + first], places[begin + some.rfind(tag)] + 1)
             return found
 
-        return Weight(min(part.least for part in parts), max(part.most for part in parts), of)
+        return Weight(least, max(part.most for part in parts), of)
 
     def describe(self, kind: Any) -> str:
         return " or ".join(map(type_name, children_of(kind)))
@@ -141,8 +143,8 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
         place_of = reader_of(column.indices, Origin())
 
         def of(begin: int, end: int) -> int:
-            if 16 * (end - begin) > MOST_BUILT:
-                return 16 * (end - begin)
+            if words.least * (end - begin) > MOST_BUILT:
+                return words.least * (end - begin)
             places = [place for place in map(place_of, range(begin, end)) if place is not None]
             return sum(words.of(place, place + 1) for place in places)
 
@@ -165,5 +167,6 @@ class Links(PythonType, name="link", over=Ints):
         """The column of these rows of a container that was written before."""
         return cls.around(numbers_to_arrow(np.array(rows, np.uint32)), link=link)
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return origin.links[self.parameters["link"]]
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        rows, read = items_of(column.storage, nulls=False), origin.links[self.parameters["link"]]
+        return lambda i: read(rows[i])

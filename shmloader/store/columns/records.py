@@ -11,7 +11,6 @@ from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import chain, cycle, islice, pairwise
 from operator import is_
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from shmloader.store.columns.buffers import mask_of, numbers_to_arrow
 from shmloader.store.columns.classes import (
     is_plain_dataclass,
     is_plain_namedtuple,
-    made_namedtuple,
     maker_of,
     state_of,
 )
@@ -46,7 +44,7 @@ from shmloader.store.columns.lists import Lists, Maps, any_lists
 from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
 
 _MOST_FIELDS = 4096
-_MOST_NAMES_OF_CONTAINERS = 64
+_MOST_NAMES, _MOST_NAMES_OF_CONTAINERS = 1024, 64  # of dicts inside of rows
 _SAMPLED = 16
 _LEAST_FILLED = 0.125  # of optional fields: if fewer are there, each dict keeps its own keys
 _MOST_TUPLE = 64
@@ -322,7 +320,8 @@ def _are_data(values: list[dict[Any, Any]], names: int, depth: int, *, is_alike:
     some = [type(one) for value in values[:_SAMPLED] for one in islice(value.values(), _SAMPLED)]
     containers = sum(kind is dict or (kind in (list, tuple) and depth > 0) for kind in some)
     is_trie = depth > 0 and not is_alike and 2 * some.count(dict) > len(some)
-    return is_trie or (names > _MOST_NAMES_OF_CONTAINERS and 2 * containers > len(some))
+    is_wide = names > _MOST_NAMES_OF_CONTAINERS and 2 * containers > len(some)
+    return is_trie or is_wide or (depth > 0 and names > _MOST_NAMES)
 
 
 def _all_have_the_keys(values: list[dict[Any, Any]], keys: tuple[Any, ...]) -> bool:
@@ -389,16 +388,9 @@ class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_na
         storage = struct_of_items(values, fields, encoder, depth)
         return cls.around(storage, python=encoder.name_of(type(values[0])))
 
-    def _fields(self) -> list[str]:
-        return [field.name for field in self.storage_type]
-
     def is_for(self, found: Any) -> bool:
         """Whether a class that was found is the named tuple that the values were of."""
-        return is_plain_namedtuple(found) and list(found._fields) == self._fields()
-
-    def made_up(self, name: str) -> Any:
-        """A named tuple in place of a class that is not loaded."""
-        return made_namedtuple(name, tuple(self._fields()))
+        return is_plain_namedtuple(found) and list(found._fields) == [one.name for one in self.storage_type]
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         return _tuple_reader(column.storage, origin, origin.finder.find(self))
@@ -427,10 +419,6 @@ class Dataclasses(PythonType, name="dataclass", over=Records, where=is_plain_dat
     def is_for(self, found: Any) -> bool:
         """Whether a class that was found is a dataclass."""
         return "__dataclass_fields__" in vars(found)
-
-    def made_up(self, name: str) -> Any:
-        """The class in place of one that is not loaded."""
-        return SimpleNamespace
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
         return maker_of(origin.finder.find(self), types_of_fields(self.storage_type))

@@ -22,7 +22,6 @@ from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns import buffers
-from shmloader.store.columns.classes import made_enum
 from shmloader.store.columns.kind import (
     Block,
     Kind,
@@ -300,10 +299,6 @@ class Enums(PythonType, name="enum", over=Ints, where=lambda kind: issubclass(ki
     def is_for(self, found: Any) -> bool:
         """Whether a class is still the one of the name."""
         return issubclass(found, enum.Enum) and set(self.parameters["members"]) <= found.__members__.keys()
-
-    def made_up(self, name: str) -> Any:
-        """A class in its place."""
-        return made_enum(name, tuple(self.parameters["members"]))
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
         found = origin.finder.find(self)

@@ -1,7 +1,8 @@
-"""The stores of ``shmloader.share`` as sources."""
+"""Rows of ``shmloader.share``'s stores and of Hugging Face ``datasets``, which give a batch as columns."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.slot_allocator import current_allocator
-from shmloader.sources.base import NotGathered, Rows, as_sample_field, make_output, within
+from shmloader.foreign import is_hugging_face
+from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
 _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
+_HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
 
 class StoreRows:
@@ -95,3 +99,58 @@ def _as_record(kind: type, joined: Sequence[Any]) -> Any:
             "plain tuples or namedtuples"
         )
     return kind(*fields)
+
+
+# --- Hugging Face
+
+
+def hugging_face_rows(dataset: Any) -> Source:
+    """The source for a ``datasets.Dataset``, whose own batched access gives columns.
+
+    Its formats give a batch other dtypes than single rows: 0.1 is a float64 alone and a float32 among others,
+    and an int beside a None becomes a float.
+    """
+    _check_format(dataset)
+
+    def gather(rows: Rows) -> Any:
+        _check_format(dataset)
+        rows = within(rows, len(dataset))
+        columns = dataset[rows.tolist()]
+        if not columns or not isinstance(columns, dict):
+            raise NotGathered("the Hugging Face dataset has no columns")
+        return {name: _join(column, len(rows)) for name, column in columns.items()}
+
+    return Source(gather)
+
+
+def _check_format(dataset: Any) -> None:
+    kind = dataset.format["type"]
+    if kind not in _HF_FORMATS:
+        raise NotGathered(
+            f"the format {kind!r} of a Hugging Face dataset may make anything of its rows. Use "
+            'dataset.with_format(None), "numpy" or "torch"'
+        )
+
+
+def _join(column: Any, count: int) -> Any:
+    """Join a column as ``default_collate`` joins its items."""
+    if type(column) not in (torch.Tensor, np.ndarray, list, tuple) or len(column) != count:
+        raise NotGathered(f"a {type(column).__qualname__} is no column of {count:,} rows")
+    if type(column) is torch.Tensor:
+        if kind_of_tensor(column) is not None and (column.dim() < 4 or column.is_contiguous()):
+            return make_output(count, column.shape[1:], column.dtype).copy_(column)
+    elif type(column) is np.ndarray:
+        dtype = joined_dtype(column)
+        if dtype is not None and column.flags.c_contiguous:
+            if current_allocator() is None:
+                return torch.tensor(column)
+            out = make_output(count, column.shape[1:], dtype)
+            out.numpy()[...] = column
+            return out
+    return default_collate(list(column))
+
+
+def has_columns(dataset: Any) -> bool:
+    """Whether a dataset is exactly a ``datasets.Dataset``, without importing that package."""
+    kind = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
+    return is_hugging_face(dataset) and type(dataset) is kind and "__getitems__" not in vars(dataset)

@@ -1,0 +1,111 @@
+"""Samples of tar archives beside the same files one by one: members as bytes, in random order.
+
+``python -m benchmarks.tar_archives`` writes both, and reads them in turn, with torch's loader and this one,
+in workers that stay. It prints medians, of the ratios within each turn, too. Files are in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from benchmarks.options import whole_number
+from benchmarks.tables import render_table
+from shmloader import DataLoader, TarDataset
+
+_ARCHIVES = 4
+_BATCH = 32
+
+
+class Files(Dataset[dict[str, Any]]):
+    """Samples that are a file each."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = self.paths[index]
+        return {"__key__": path.stem, "jpg": path.read_bytes()}
+
+
+def as_they_are(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return samples
+
+
+def write(folder: Path, samples: int, mean_nbytes: int) -> tuple[Files, TarDataset]:
+    chance = np.random.default_rng(0)
+    paths = [folder / f"{number:06}.jpg" for number in range(samples)]
+    for part in range(_ARCHIVES):
+        with tarfile.open(folder / f"{part}.tar", "w") as archive:
+            for path in paths[part * samples // _ARCHIVES : (part + 1) * samples // _ARCHIVES]:
+                data = chance.bytes(int(chance.integers(mean_nbytes // 2, mean_nbytes * 3 // 2)))
+                path.write_bytes(data)
+                info = tarfile.TarInfo(path.name)
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    began_s = time.perf_counter()
+    archives = TarDataset([folder / f"{part}.tar" for part in range(_ARCHIVES)], decoders={})
+    print(f"The index of {samples:,} samples was made in {time.perf_counter() - began_s:.2f} s")
+    return Files(paths), archives
+
+
+def samples_per_s(loader: Any) -> float:
+    began_s = time.perf_counter()
+    nbytes = sum(len(sample["jpg"]) for batch in loader for sample in batch)
+    took_s = time.perf_counter() - began_s
+    assert nbytes
+    return len(loader.dataset) / took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=whole_number(100), default=10_000, help="(%(default)s)")
+    parser.add_argument("--nbytes", type=whole_number(2), default=40_000, help="of a member (%(default)s)")
+    parser.add_argument("--workers", type=whole_number(0), default=2, help="(%(default)s)")
+    parser.add_argument("--turns", type=whole_number(1), default=5, help="(%(default)s)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        files, archives = write(Path(folder), given.samples, given.nbytes)
+        common: dict[str, Any] = {
+            "batch_size": _BATCH,
+            "shuffle": True,
+            "num_workers": given.workers,
+            "collate_fn": as_they_are,
+            "persistent_workers": given.workers > 0,
+        }
+        loaders = {
+            "torch's loader, files": torch.utils.data.DataLoader(files, **common),
+            "torch's loader, archives": torch.utils.data.DataLoader(archives, **common),
+            "shmloader, files": DataLoader(files, **common),
+            "shmloader, archives": DataLoader(archives, **common),
+        }
+        for loader in loaders.values():
+            samples_per_s(loader)  # its workers start
+        turns = [
+            {name: samples_per_s(loader) for name, loader in loaders.items()} for _ in range(given.turns)
+        ]
+    base = next(iter(loaders))
+    table = [["way", "samples/s", "beside torch"]]
+    for name in loaders:
+        ratio = statistics.median(turn[name] / turn[base] for turn in turns)
+        table.append([name, f"{statistics.median(turn[name] for turn in turns):,.0f}", f"{ratio:.2f}"])
+    print(render_table(table, texts=1))
+
+
+if __name__ == "__main__":
+    main()

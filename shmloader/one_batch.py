@@ -1,0 +1,118 @@
+"""One batch by its number, made again in the main process: ``loader.batch()``. Loading never imports it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+
+from shmloader.errors import NoGoodSample, ResumeError
+from shmloader.failures.bad_samples import LEFT_OUT, Report
+from shmloader.indices.array_samplers import index_arrays
+from shmloader.indices.mixture_sampler import MixtureSampler
+from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
+from shmloader.resume.compatibility import State
+from shmloader.resume.replay import load_place
+from shmloader.settings import Settings
+from shmloader.worker.epoch_settings import owners_in
+from shmloader.worker.fetcher import FetchRules
+from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
+from shmloader.worker.random_state import Generators, SampleSeeds, other_global_states, worker_seeds
+
+Seeds = tuple[int, int]
+"""An iterator's base seed, and the number of its epochs before one."""
+
+
+def batch_of(
+    settings: Settings, epoch: int, number: int, seeds: Seeds | None, told: int | None, loaded: State | None
+) -> Any:
+    """A loader's batch of a number in an epoch; see `DataLoader.batch`.
+
+    Args:
+        settings: The loader's.
+        epoch: As the program passes it to ``set_epoch()``.
+        number: From 0 on, on this rank.
+        seeds: Of the epoch, or None if they are not known.
+        told: The epoch that the dataset was told last, or None.
+        loaded: The state that was loaded and not continued from yet, or None.
+    """
+    if settings.is_iterable:
+        raise ResumeError(
+            "an iterable-style dataset has no batches by number: its samples come in one stream"
+        )
+    if number < 0:
+        raise IndexError(f"epoch {epoch} has no batch {number:,}: numbers begin with 0")
+    if settings.seeds_samples and seeds is None:
+        raise ResumeError(
+            f"samples are seeded from the base seed of their epoch, and this loader does not know that of "
+            f"epoch {epoch}: load a state of epoch {epoch} first, or pass seed_per_sample=False"
+        )
+    index_batch = _index_batch(settings.index_sampler, epoch, number, loaded)
+    rules = FetchRules.of(settings, None)
+    with _told(settings.dataset, epoch, told), other_global_states():
+        dataset, seeding = settings.dataset, None
+        if settings.seeds_samples and seeds is not None:
+            seeding = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
+            dataset = before_each_sample(dataset, rules, seeding.seed_next)
+            seeding.begin(seeds[1], number)
+        batch = make_fetcher(dataset, rules).fetch(index_batch)
+    if isinstance(batch, Report):
+        batch = batch.batch
+    if batch is LEFT_OUT:
+        raise NoGoodSample(f"batch {number:,} of epoch {epoch} was left out: none of its samples is good")
+    return batch
+
+
+def _index_batch(index_sampler: Any, epoch: int, number: int, loaded: State | None) -> Any:
+    """The index batch of a number in an epoch, drawn from a copy of the sampler."""
+    inner: Any = copy.copy(sampler_of_indices(index_sampler))
+    sampler = _batched(index_sampler, inner)
+    batches: Iterator[Any]
+    if (sharded := sharded_sampler(sampler)) is not None:
+        place = getattr(sampler, "batch_size", 1)
+        if isinstance(sharded, MixtureSampler):
+            if loaded is not None:
+                load_place(sharded, loaded)  # with the changes of the weights
+            batches = iter(_batched(index_sampler, sharded.at(epoch, number, place)))
+        else:
+            if epoch != sharded.epoch:
+                sharded.load_state_dict({"consumed": 0, "batches": 0})
+            sharded.set_epoch(epoch)
+            sharded.load_state_dict(sharded.state_after(number, place))
+            batches = iter(sampler)
+    elif type(inner) in (SequentialSampler, DistributedSampler):
+        if type(inner) is DistributedSampler:
+            inner.set_epoch(epoch)
+        batches = index_arrays(sampler, number) or itertools.islice(iter(sampler), number, None)
+    else:
+        raise ResumeError(
+            f"the order of a {type(inner).__name__} does not follow from a seed and an epoch: pass "
+            "shuffle=False, or a ShardedSampler, DistributedSampler, TokenBatchSampler or MixtureSampler"
+        )
+    with contextlib.suppress(StopIteration):
+        return next(batches)
+    raise IndexError(f"epoch {epoch} has no batch {number:,} on this rank")
+
+
+def _batched(index_sampler: Any, inner: Any) -> Any:
+    """Another sampler of indices, in batches if the index sampler is torch's `BatchSampler`."""
+    if type(index_sampler) is not BatchSampler:
+        return inner
+    return BatchSampler(inner, index_sampler.batch_size, index_sampler.drop_last)
+
+
+@contextlib.contextmanager
+def _told(dataset: Any, epoch: int, told: int | None) -> Iterator[None]:
+    """Tell the dataset of an epoch meanwhile, if the program tells it of epochs."""
+    owners = [] if told is None else owners_in(dataset)
+    try:
+        for owner in owners:
+            owner.set_epoch(epoch)
+        yield
+    finally:
+        for owner in owners:
+            owner.set_epoch(told)

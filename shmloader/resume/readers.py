@@ -1,0 +1,166 @@
+"""Which epoch the program is in, if something reads ahead of it. Main process only."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shmloader.resume.compatibility import State
+from shmloader.resume.progress import Follower, Progress
+from shmloader.settings import Settings
+
+
+@dataclass(eq=False)
+class Epoch:
+    """An epoch that an iterator has begun."""
+
+    settings: Settings  # the loader's, then
+    progress: Progress
+    constant: State | None = None  # the part of a state that stays the same in it, once one was asked for
+    checksum: int | None = None  # of a state in it, if nothing but `Progress.done` changes in them
+    next: Epoch | None = None  # that began after it
+
+    def keep_constant(self, constant: State) -> None:
+        """Keep the part of a state that stays the same."""
+        self.constant = constant
+
+    def note_counted(self, checksum: int) -> None:
+        """Note that nothing else changes, and the checksum of a state."""
+        self.checksum = checksum
+
+    def go_on(self, following: Epoch) -> None:
+        """Note that another epoch has begun; whether this one was over is looked at again."""
+        self.next, self.checksum = following, None
+
+
+class _Here(threading.local):
+    """The epoch that has begun, or has found a reader, in this thread."""
+
+    def __init__(self) -> None:
+        self._epoch: Callable[[], Epoch | None] = lambda: None
+
+    def get(self) -> Epoch | None:
+        """The epoch; None if none has since `forget`, or it is gone."""
+        return self._epoch()
+
+    def note(self, epoch: Epoch) -> None:
+        """Note an epoch, without keeping it: it would keep all later ones."""
+        self._epoch = weakref.ref(epoch)
+
+    def forget(self) -> None:
+        """Forget it, before a reader begins."""
+        self._epoch = lambda: None
+
+
+class _Expected:
+    """A reader that has not had its first batch, and the epoch that this batch may be of.
+
+    Another thread may read whole epochs before the reader has it. It is of the epoch in progress, if that
+    goes on, or of the next one.
+    """
+
+    def __init__(self, reader: Callable[[], object] = lambda: None, epoch: Epoch | None = None) -> None:
+        self._reader, self._at_first = reader, epoch
+        self._returned = 0 if epoch is None else epoch.progress.returned
+        self._found: Epoch | None = None
+
+    def note(self, epoch: Epoch) -> None:
+        """Note that an epoch begins."""
+        if self._reader() is None:
+            self._found = self._at_first = None
+        elif self._found is None:
+            before = self._at_first
+            goes_on = before is not None and before.progress.returned > self._returned
+            self._found = before if goes_on else epoch
+
+    def get(self) -> Epoch | None:
+        """The epoch; None if none has begun."""
+        return self._found
+
+
+class Readers:
+    """The epochs of one loader that are not read to the end, and who reads them.
+
+    Attributes:
+        latest: The epoch that the loader is in.
+    """
+
+    def __init__(self) -> None:
+        self.latest: Epoch | None = None
+        self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
+        self._here = _Here()
+        self._expected = _Expected()
+
+    @property
+    def shown(self) -> Epoch | None:
+        """The epoch that a state is of."""
+        return self._followed or self.latest
+
+    @property
+    def follow(self) -> bool:
+        """Whether a state is of what came out of a look-ahead."""
+        return self.shown is not None and bool(self.shown.progress.followers)
+
+    @property
+    def returned(self) -> int:
+        """How many batches were returned in the epoch that the loader is in."""
+        return 0 if self.latest is None else self.latest.progress.returned
+
+    def forget(self) -> None:
+        """Forget the epoch that was read: a state was loaded."""
+        self._followed = None
+
+    def go_on(self, epoch: Epoch) -> None:
+        """Note that an epoch begins, in this thread."""
+        followed = self._followed
+        if followed is not None:
+            # Its own thread begins an epoch without it: it was left, though somebody may still hold it.
+            here = [one for one in followed.progress.followers if one.thread == threading.get_ident()]
+            left = [one for one in here if not one.waits]
+            for follower in left:
+                follower.end()
+            if (left or followed.next is None) and not _is_read(followed):
+                self._followed = None
+        if self.latest is not None:
+            self.latest.go_on(epoch)
+        self._expected.note(epoch)
+        self.latest = epoch
+        self._here.note(epoch)
+
+    def expect(self, reader: Callable[[], object]) -> None:
+        """Let a reader that begins in this thread follow the epoch that begins with it, if one does."""
+        self._here.forget()
+        self._expected = _Expected(reader, self.latest)
+
+    def epoch_now(self) -> Epoch | None:
+        """The epoch that a reader reads which has had its first batch; None if there is none.
+
+        If none has begun in this thread with the reader, another thread reads for it, maybe several epochs
+        ahead. Then it is the one after that which was followed last.
+        """
+        epoch = self._here.get()
+        followed = self._followed
+        if epoch is None:
+            epoch = (followed and followed.next) or self._expected.get() or self.latest
+            self._followed = epoch
+        elif followed is None or not _is_read(followed):
+            self._followed = epoch
+        if epoch is not None:
+            self._here.note(epoch)
+        return epoch
+
+    def follow_next(self, epoch: Epoch, follower: Follower) -> tuple[Epoch, Follower]:
+        """Let a reader go on with the epoch after one that it has read."""
+        following = epoch.next
+        if following is None:
+            return epoch, follower
+        epoch.progress.leave(follower)
+        if self._followed is epoch and not epoch.progress.followers:
+            self._followed = following
+        return following, following.progress.follow(follower.reader)
+
+
+def _is_read(epoch: Epoch) -> bool:
+    return any(follower.reads for follower in epoch.progress.followers)

@@ -1,0 +1,158 @@
+"""Ray Train: the page's program, killed and on other ranks; the loaders that Ray builds anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+import shmloader
+from frameworks.pages import needs
+from frameworks.rows import Rows
+from shmloader import errors
+
+needs("ray.train.torch")
+ray_torch = pytest.importorskip(
+    "ray.train.torch", reason="ray[train] is not installed: make test-integrations"
+)
+from ray.train.torch import train_loop_utils  # noqa: E402
+from ray.train.v2.torch import train_loop_utils as later  # noqa: E402
+
+ENVIRONMENT = os.environ | {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "OMP_NUM_THREADS": "1",
+}
+PROGRAM = Path(__file__).with_name("ray_page.py")
+
+
+class Context:
+    """Stands for the context of a worker of Ray Train, as far as `prepare_data_loader` asks it."""
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def get_world_rank(self) -> int:
+        return 1
+
+
+class Half(DistributedSampler[Any]):
+    """Asks no process group, which is not there."""
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, 2, 1, **options)
+
+
+@pytest.fixture
+def in_rank_1_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later.ray.train, "get_context", Context)
+    monkeypatch.setattr(later.ray.train.torch, "get_device", lambda: torch.device("cpu"))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    # DistributedSampler asks torch.distributed, which is not set up here.
+    monkeypatch.setattr(
+        later, "DistributedSampler", lambda dataset, **k: DistributedSampler(dataset, 2, 1, **k)
+    )
+    with shmloader.install():
+        shmloader.uninstall()
+        yield
+
+
+def loader_of(**options: Any) -> Any:
+    options = {"num_workers": 1, "multiprocessing_context": "fork"} | options
+    return shmloader.DataLoader(Rows(), batch_size=4, **options)
+
+
+OPTIONS = {
+    "prefetch_factor": 5,
+    "persistent_workers": True,
+    "in_order": False,
+    "dispatch": "dynamic",
+    "on_error": "skip",
+    "worker_restarts": 3,
+}
+
+
+def test_the_class_and_the_options_survive(in_rank_1_of_2: None) -> None:
+    with shmloader.install():
+        prepared = later.prepare_data_loader(loader_of(**OPTIONS))
+        inside = prepared._dataloader
+        assert type(inside) is shmloader.DataLoader
+        assert {name: getattr(inside, name) for name in OPTIONS} == OPTIONS
+        assert inside.multiprocessing_context.get_start_method() == "fork"
+        assert isinstance(inside.sampler, DistributedSampler)
+        assert len(list(prepared)) == len(inside)
+        stock = later.prepare_data_loader(DataLoader(Rows(), batch_size=4))
+        assert type(stock._dataloader) is DataLoader
+    assert later.DataLoader is train_loop_utils.DataLoader is DataLoader
+
+
+def test_without_install_one_warning_says_what_goes(in_rank_1_of_2: None) -> None:
+    errors.forget_warnings() if hasattr(errors, "forget_warnings") else None
+    with pytest.warns(
+        RuntimeWarning, match=r"builds a loader of torch's class .* Call shmloader.install\(\)"
+    ):
+        loader = loader_of()
+    assert type(later.prepare_data_loader(loader)._dataloader) is DataLoader
+
+
+def test_states_are_of_the_batch_that_came_out_of_the_wrapper() -> None:
+    """After each batch, after the epoch, and of a next one that is left; they continue in a new loader."""
+    with shmloader.install():
+        whole = [batch.tolist() for batch in loader_of()]
+        wrapper = train_loop_utils._WrappedDataLoader(loader_of(), torch.device("cpu"), False)
+        states = []
+        for number, _ in enumerate(wrapper, 1):
+            states.append(wrapper.state_dict())
+            assert states[-1]["batches"] == number
+        assert number == len(whole)
+        assert wrapper.state_dict()["finished"]
+        next(iter(wrapper))
+        assert wrapper.state_dict()["batches"] == 1
+        for number, state in enumerate(states, 1):
+            again = train_loop_utils._WrappedDataLoader(loader_of(), torch.device("cpu"), False)
+            again.load_state_dict(state)
+            assert [batch.tolist() for batch in again] == whole[number:]
+
+
+@pytest.mark.timeout(300)
+def test_data_of_ray_comes_in_threads_and_is_refused_in_forked_workers() -> None:
+    """At once, and not after the timeout of the loader, in which it would hang."""
+    command = [sys.executable, str(PROGRAM.with_name("ray_data.py"))]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    said = [line for line in done.stdout.splitlines() if line.startswith(("[[", "RuntimeError"))]
+    expected = "[[0, 1, 2, 3], [4, 5, 6, 7]]"
+    refused = "RuntimeError Ray was asked for data in a forked worker process, where it would wait for ever"
+    assert said[0] == said[2] == expected
+    assert said[1].startswith(refused)
+    assert said[3].startswith(refused)
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_rank_and_other_ranks_go_on_with_the_page(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAM), str(tmp_path)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=850, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+    def lines(run: str, rank: int, attempt: int = 0) -> list[str]:
+        return (tmp_path / run / "lines" / f"rank {rank}, attempt {attempt}").read_text().splitlines()
+
+    for rank in range(2):
+        whole, killed, rest = lines("whole", rank), lines("killed", rank), lines("killed", rank, 1)
+        assert len(whole) == 60
+        assert killed == whole[: len(killed)]
+        assert rest == whole[12:]  # rank 1 was killed after its batch 15, and every fourth has a checkpoint
+    had = [index for rank in range(2) for line in lines("whole", rank)[:12] for index in indices(line)]
+    of_three = [line for rank in range(3) for line in lines("three", rank) if line.split()[1] == "0"]
+    assert sorted(had + [index for line in of_three for index in indices(line)]) == list(range(480))
+
+
+def indices(line: str) -> list[int]:
+    return [int(index) for index in line.partition("[")[2].partition("]")[0].split(",")]
