@@ -14,7 +14,7 @@ _BLOCK_NS = 20_000  # samples that are quicker are timed in blocks of about so m
 _MOST_IN_BLOCK = 1 << 15
 _OUTLIER = 8  # times as long as the others
 _CLOCK_NS = 300  # that it takes to time a block
-_EVERY_NS = 2_000_000  # how often a batch is measured: all slower ones are
+_EVERY_NS = 4_000_000  # how often a batch is measured: all slower ones are
 _MOST_NBYTES = (1 << 32) - 1
 
 _Fetch = Callable[[Any, Any], list[Any]]
@@ -25,7 +25,7 @@ class BatchProbe:
     """Measures one worker, from the receipt of a task to its answer; see `worker.fetcher.Probe`.
 
     A clock is read for each sample only if samples take longer than 20 µs. Quicker ones are timed in blocks:
-    then a slow one is known by its block. Of batches that take less than 2 ms one is measured every 2 ms, and
+    then a slow one is known by its block. Of batches that take less than 4 ms one is measured every 4 ms, and
     stands for the others.
     """
 

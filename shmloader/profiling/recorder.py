@@ -18,7 +18,7 @@ MOST_BATCHES = 10_000
 _MOST_SLOW = 5  # samples that are named
 _NAMED_S = 0.001  # a quicker sample is none of them
 _TELLING = 50  # times as long as a call of `tell` took passes until the next one
-_JOINED_NS = 500_000  # quicker batches are noted together
+_JOINED_NS = 4_000_000  # quicker batches are noted together
 _OUTLIER = 8.0  # times as long as the others of its batch: such a sample holds its batch up
 
 
