@@ -100,7 +100,7 @@ class BatchRecorder:
         """Begin the next `Returned`."""
         self._began_ns, self._waited_ns = now_ns, waited_ns
         self._step_ns = self._batches = 0
-        self._sampler.spent_ns = 0
+        self._sampler.begin()
 
     def end_next(self, waited_ns: int, held: int) -> None:
         """Note that it gets one."""
@@ -157,6 +157,10 @@ class _Timed:
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self._inner = inner
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to sum up anew."""
         self.spent_ns = 0
 
     def __iter__(self) -> Iterator[Any]:
