@@ -48,7 +48,8 @@ class BatchProbe:
         """A function like ``fetch`` that fetches in blocks and notes the slowest."""
 
         def timed(dataset: Any, indices: Any) -> list[Any]:
-            if not self._measures or type(indices) is not list:  # others may not be cut
+            # Also in batches that are not measured: a slow sample may be in any. Others may not be cut.
+            if type(indices) is not list or (len(indices) < 2 and not self._measures):
                 return fetch(dataset, indices)
             samples: list[Any] = []
             size, slowest = self._block_of(len(indices)), self._slowest
@@ -92,12 +93,12 @@ class BatchProbe:
     def begin(self, received_ns: int, copied_nbytes: int) -> None:
         """Begin a batch."""
         self._received_ns = received_ns
+        self._slowest = 0, 0, 0
         self._unmeasured += 1
         self._measures = received_ns - self._measured_ns >= _EVERY_NS
         if self._measures:
             self._measured_ns, self._copied_nbytes = received_ns, copied_nbytes
             self._made_ns = self._collate_ns = 0
-            self._slowest = 0, 0, 0
             self._scheduled_ns()  # what it did since the last one does not count
 
     def note_made(self) -> None:
@@ -111,7 +112,7 @@ class BatchProbe:
         if not self._measures:
             if now_ns - self._received_ns < _EVERY_NS:
                 return b""
-            self._made_ns, self._collate_ns, self._slowest = now_ns, 0, (0, 0, 0)  # it may be a slow sample
+            self._made_ns, self._collate_ns = now_ns, 0  # it had a slow sample, most likely
             self._copied_nbytes = copied_nbytes
         batches = self._unmeasured if self._measures else 1
         self._unmeasured -= batches
