@@ -39,7 +39,7 @@ class Outcome:
     found_s: float | None
     text: str
     cost: float
-    private_nbytes: int
+    private_mb: int
 
 
 def be_program(method: str, rows: int, workers: int, seconds: float) -> None:
@@ -72,33 +72,33 @@ def lines_with_times(command: subprocess.Popen[str]) -> Iterator[tuple[float, st
 def measure(method: str, arguments: argparse.Namespace) -> Outcome:
     """Runs the command over the program once."""
     program = [method, str(arguments.rows), str(arguments.workers), str(arguments.seconds)]
-    command = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "shmloader", "memory"),
-            *(["--picture", str(arguments.picture)] if arguments.picture else []),
-            "--",
-            *(sys.executable, "-m", "benchmarks.memory_command", "--program", *program),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    began_s, found_s, text, cost, private_nbytes = time.monotonic(), None, "", 0.0, 0
-    times = psutil.Process(command.pid).cpu_times()
-    for now_s, line in lines_with_times(command):
-        if line == LOADING:
-            began_s, times = now_s, psutil.Process(command.pid).cpu_times()
-        elif line.startswith(SAID) and "share(" in line and not text:
-            found_s, text = now_s - began_s, line.removeprefix(SAID)
-        elif line.startswith("at its peak"):
-            later = psutil.Process(command.pid).cpu_times()
-            cost = (later.user + later.system - times.user - times.system) / (now_s - began_s)
-        elif line.lstrip().startswith("worker "):
-            private_nbytes = max(private_nbytes, int(line.split()[5].replace(",", "")))
-    if command.wait() != 0:
-        raise SystemExit(f"error: the command ended with {command.returncode}")
-    return Outcome(method, found_s, text, cost, private_nbytes)
+    words = [
+        *(sys.executable, "-m", "shmloader", "memory"),
+        *(["--picture", str(arguments.picture)] if arguments.picture else []),
+        "--",
+        *(sys.executable, "-m", "benchmarks.memory_command", "--program", *program),
+    ]
+    began_s, found_s, text, cost, private_mb = time.monotonic(), None, "", 0.0, 0
+    lines: list[str] = []
+    with subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as command:
+        measured = psutil.Process(command.pid)
+        times = measured.cpu_times()
+        for now_s, line in lines_with_times(command):
+            lines.append(line)
+            if line == LOADING:
+                began_s, times = now_s, measured.cpu_times()
+            elif line.startswith(SAID) and "share(" in line and not text:
+                found_s, text = now_s - began_s, line.removeprefix(SAID)
+            elif line.startswith("at its peak"):
+                later = measured.cpu_times()
+                cost = (later.user + later.system - times.user - times.system) / (now_s - began_s)
+            elif line.lstrip().startswith("worker "):
+                private_mb = max(private_mb, int(line.split()[5].replace(",", "")))
+    if command.returncode != 0:
+        raise SystemExit("\n".join([*lines, f"error: the command ended with {command.returncode}"]))
+    return Outcome(method, found_s, text, cost, private_mb)
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -125,7 +125,7 @@ def main(command_line: list[str] | None = None) -> int:
         print(f"measuring {method} ...", file=sys.stderr, flush=True)
         outcome = measure(method, arguments)
         named = "never" if outcome.found_s is None else f"{outcome.found_s:.1f}"
-        figures = [named, f"{outcome.private_nbytes:,}", f"{outcome.cost:.2%}"]
+        figures = [named, f"{outcome.private_mb:,}", f"{outcome.cost:.2%}"]
         table.append([method, *figures, outcome.text])
         soon = outcome.found_s is not None and outcome.found_s < MOST_S
         verdicts.append(Verdict(method, f"names cause and cure within {MOST_S:g} s", named, soon))

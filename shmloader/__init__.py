@@ -40,9 +40,10 @@ from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
 
 if os.environ.get("SHMLOADER_PROFILE"):
+    from shmloader.loading import profile_each as _profile_each
     from shmloader.profiling.program import begin as _begin
 
-    _begin()
+    _begin(_profile_each)
 
 __version__ = "0.1.0"
 

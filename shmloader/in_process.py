@@ -137,8 +137,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         assert probe is not None
         probe.begin(time.perf_counter_ns(), 0)
         batch = self._fetch(index_batch)
-        times = unpack_answer(probe.end(self._position, 0, 0, 0))
-        recorder.note_times(0, times, pack_index_batch(index_batch))
+        times = probe.end(self._position, 0, 0, 0)
+        if times:
+            recorder.note_times(0, unpack_answer(times), pack_index_batch(index_batch))
         return batch
 
     def _fetch(self, index_batch: Any) -> Any:

@@ -95,7 +95,8 @@ class SlotIterator(torch_private.OwnOrder):
             next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
             self._scheduler = Scheduler(settings, exchange, auto, next_epoch)
             self._begin(one_pass)
-            self._copies = hooks.watch_copies(loader, workers.processes, counters)  # while the workers load
+            pickled_nbytes = workers.pickled_nbytes
+            self._copies = hooks.watch_copies(loader, workers.processes, counters, pickled_nbytes)
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -254,7 +255,8 @@ class SlotIterator(torch_private.OwnOrder):
             recorder.begin_next(self._counters.wait_for_workers_ns)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
-        if table.warning:
+        copies = self._copies
+        if table.warning or (copies is not None and self._counters.last_next_ns >= copies.due_ns):
             self._warn()
         while (place := table.due()) is not None:
             if not self._all_workers.workers:
@@ -358,11 +360,15 @@ class SlotIterator(torch_private.OwnOrder):
             self._stream.take(self._progress, worker_id, report, returned=False)
 
     def _warn(self) -> None:
-        """Give the table's warning; no batch is lost if the program's filters make it an error."""
-        warning = self.table.take_warning()
+        """Give a warning that is due; no batch is lost if the program's filters make it an error."""
+        copies = self._copies
         try:
-            warn(warning, SpillWarning)
-        except SpillWarning as error:
+            if self.table.warning:
+                warn(self.table.take_warning(), SpillWarning)
+            elif copies is not None:
+                copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
+                copies.warn()
+        except Warning as error:
             self._lifecycle.expect(error)
             raise
 

@@ -104,7 +104,7 @@ class Loading:
         """
         self.owners, loader = None, self.loader()
         if _must_load_as_torch(loader):
-            self.counters.torchs_way = True
+            self.counters.note_torchs_way()
             return None
         closes, loaded = self.closes, _loaded_state(loader)
         if loader.num_workers:

@@ -283,6 +283,10 @@ class Counters:
         self.workers_are_new = starts
         self.num_workers = num_workers
 
+    def note_torchs_way(self) -> None:
+        """Note that torch's own iterator loads."""
+        self.torchs_way = True
+
     def record(self, recorder: Recorder | None) -> None:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder

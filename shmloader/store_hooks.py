@@ -5,7 +5,7 @@ The loader's own parts import nothing of the store. Without it no value is a sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,11 @@ from shmloader.errors import LoaderError
 
 class CopyWatch(Protocol):
     """Watches what the forked workers of one loader copy of this process's memory by reading it."""
+
+    due_ns: float  # when to look again, by ``time.perf_counter_ns()``
+
+    def look(self, workers: Iterable[Any], largest_batch_nbytes: int) -> None:
+        """Measure the workers in the middle of an epoch."""
 
     def measure(self, workers: Iterable[Any], largest_batch_nbytes: int) -> None:
         """Measure the workers when an epoch ends, before they are stopped."""
@@ -36,8 +41,9 @@ class StoreHooks:
         is_store: Whether a value is a store of any kind.
         takes_rows: Whether a dataset is a store whose batches come from its ``take``.
         share_dataset: Shares a loader's dataset; returns what the loader is to have.
-        watch_copies: Begins to watch a loader's workers, given the loader, the workers and its counters; None
-            if there is nothing to watch.
+        watch_copies: Begins to watch a loader's workers, given the loader, the workers, its counters, and the
+            bytes of the pickle that they were sent; None if there is nothing to watch.
+        advise_sharing: Says which of a dataset's objects workers hold each for itself, and the cure; or "".
         make_array_reducer: Makes a function that gives the pickle of an array for workers that are started
             together, by handle; None for an array that is sent by its contents.
     """
@@ -45,7 +51,8 @@ class StoreHooks:
     is_store: Callable[[object], bool] = lambda _: False
     takes_rows: Callable[[object], bool] = lambda _: False
     share_dataset: Callable[[Any], Any] = _share_nothing
-    watch_copies: Callable[[Any, Iterable[Any], Any], CopyWatch | None] = lambda *_: None
+    watch_copies: Callable[[Any, Sequence[Any], Any, int], CopyWatch | None] = lambda *_: None
+    advise_sharing: Callable[[Any], str] = lambda _: ""
     make_array_reducer: Callable[[], Callable[[np.ndarray[Any, Any]], Any]] = lambda: lambda _: None
 
 

@@ -130,7 +130,7 @@ class _View:
     def __init__(self, monitor: Monitor, *, is_terminal_free: bool) -> None:
         self._monitor = monitor
         self._live: Any = None
-        self._said: set[tuple[int, int]] = set()
+        self._said: dict[tuple[int, int], int] = {}
         self._shown_s = time.monotonic()
         if is_terminal_free and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
             from rich.console import Console
@@ -160,8 +160,8 @@ class _View:
             )
             return
         for finding in self._monitor.findings():
-            if finding.about not in self._said:
-                self._said.add(finding.about)
+            if finding.nbytes >= 2 * self._said.get(finding.about, -1):  # new, or twice as large
+                self._said[finding.about] = finding.nbytes
                 print(f"shmloader memory: {finding.text}", file=sys.stderr, flush=True)
         if time.monotonic() - self._shown_s >= _TABLE_EVERY_S:
             self._shown_s = time.monotonic()

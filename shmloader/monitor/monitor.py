@@ -103,7 +103,11 @@ class Monitor:
 
     def add(self, reading: Reading) -> None:
         """Take up a reading, which may come from elsewhere."""
-        self._first = {process.pid: self._first.get(process.pid, process) for process in reading.processes}
+        alive = {process.pid for process in self.last.processes}
+        new = [
+            process for process in reading.processes if process.pid not in alive
+        ]  # also if its number is old
+        self._first |= {process.pid: process for process in new}
         if len(self.readings) >= _MOST_READINGS:
             self.readings = self.readings[::2]
         self.readings.append(reading)

@@ -36,7 +36,8 @@ def draw(path: str | PathLike[str], title: str, spans: Sequence[Span]) -> None:
     for name, colour in _COLOURS.items():
         for row, who in enumerate(rows):
             axes.broken_barh(bars.get((who, name), []), (row - 0.4, 0.8), color=colour, linewidth=0)
-        axes.bar(0, 0, color=colour, label=name)
+        axes.bar(0, 0, width=0, color=colour, label=name)
+    axes.set_xlim(0, max((at_s + spent_s for _, _, at_s, spent_s in spans), default=1.0) - begin_s)
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xlabel("seconds")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(_COLOURS), frameon=False)

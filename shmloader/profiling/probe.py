@@ -14,7 +14,7 @@ _BLOCK_NS = 20_000  # samples that are quicker are timed in blocks of about so m
 _MOST_IN_BLOCK = 1 << 15
 _OUTLIER = 8  # times as long as the others
 _CLOCK_NS = 300  # that it takes to time a block
-_READ_NS = 1_000_000  # how often the scheduler is asked: it takes 3 µs; the sums stay right
+_EVERY_NS = 4_000_000  # how often a batch is measured: all slower ones are
 _MOST_NBYTES = (1 << 32) - 1
 
 _Fetch = Callable[[Any, Any], list[Any]]
@@ -25,17 +25,20 @@ class BatchProbe:
     """Measures one worker, from the receipt of a task to its answer; see `worker.fetcher.Probe`.
 
     A clock is read for each sample only if samples take longer than 20 µs. Quicker ones are timed in blocks:
-    then a slow one is known by its block.
+    then a slow one is known by its block. Of batches that take less than 4 ms one is measured every 4 ms, and
+    stands for the others.
     """
 
     def __init__(self) -> None:
+        self._measures = False  # whether this batch is measured
+        self._unmeasured = 0  # batches since the last one that was, with this one
+        self._measured_ns = 0  # when that one began
         self._received_ns = self._made_ns = self._collate_ns = self._copied_nbytes = 0
         self._slowest = 0, 0, 0  # nanoseconds, place in the index batch, number of samples
         self._block = 1
         self._spare_ns = 0  # to be spent on timing quick samples one by one
         self._schedstat_fd = -1
         self._schedule_ns = 0, 0
-        self._read_ns = 0  # when that was
 
     def __del__(self) -> None:
         if self._schedstat_fd >= 0:
@@ -45,7 +48,8 @@ class BatchProbe:
         """A function like ``fetch`` that fetches in blocks and notes the slowest."""
 
         def timed(dataset: Any, indices: Any) -> list[Any]:
-            if type(indices) is not list:  # others may not be cut
+            # Also in batches that are not measured: a slow sample may be in any. Others may not be cut.
+            if type(indices) is not list or (len(indices) < 2 and not self._measures):
                 return fetch(dataset, indices)
             samples: list[Any] = []
             size, slowest = self._block_of(len(indices)), self._slowest
@@ -76,6 +80,8 @@ class BatchProbe:
         """A function like ``collate_fn`` that is timed."""
 
         def timed(samples: Any) -> Any:
+            if not self._measures:
+                return collate_fn(samples)
             began_ns = time.perf_counter_ns()
             try:
                 return collate_fn(samples)
@@ -86,21 +92,32 @@ class BatchProbe:
 
     def begin(self, received_ns: int, copied_nbytes: int) -> None:
         """Begin a batch."""
-        self._received_ns, self._copied_nbytes = received_ns, copied_nbytes
-        self._made_ns = self._collate_ns = 0
+        self._received_ns = received_ns
         self._slowest = 0, 0, 0
-        if received_ns - self._read_ns > _READ_NS:  # what it did while it waited does not count
-            self._scheduled_ns(received_ns)
+        self._unmeasured += 1
+        self._measures = received_ns - self._measured_ns >= _EVERY_NS
+        if self._measures:
+            self._measured_ns, self._copied_nbytes = received_ns, copied_nbytes
+            self._made_ns = self._collate_ns = 0
+            self._scheduled_ns()  # what it did since the last one does not count
 
     def note_made(self) -> None:
         """Note that the samples are fetched and collated."""
-        self._made_ns = time.perf_counter_ns()
+        if self._measures:
+            self._made_ns = time.perf_counter_ns()
 
     def end(self, seq: int, wait_ns: int, copied_nbytes: int, header_nbytes: int) -> bytes:
-        """End the batch; returns its packed `BatchTimes`."""
+        """End the batch; returns its packed `BatchTimes`, or nothing if another one stands for it."""
         now_ns = time.perf_counter_ns()
+        if not self._measures:
+            if now_ns - self._received_ns < _EVERY_NS:
+                return b""
+            self._made_ns, self._collate_ns = now_ns, 0  # it had a slow sample, most likely
+            self._copied_nbytes = copied_nbytes
+        batches = self._unmeasured if self._measures else 1
+        self._unmeasured -= batches
         made_ns = self._made_ns or now_ns  # if making it raised
-        cpu_ns, delay_ns = self._scheduled_ns(now_ns) if now_ns - self._read_ns > _READ_NS else (0, 0)
+        cpu_ns, delay_ns = self._scheduled_ns()
         slowest_ns, begin, count = self._slowest
         return pack_batch_times(
             seq,
@@ -114,14 +131,14 @@ class BatchProbe:
             slowest_ns / 1e9,
             begin,
             count,
-            copied_nbytes - self._copied_nbytes,
+            min(copied_nbytes - self._copied_nbytes, _MOST_NBYTES),
             min(header_nbytes, _MOST_NBYTES),
+            batches,
         )
 
-    def _scheduled_ns(self, now_ns: int) -> tuple[int, int]:
+    def _scheduled_ns(self) -> tuple[int, int]:
         """Processor time of this thread since the last call, and time that it was ready without a core."""
-        before, self._read_ns = self._schedule_ns, now_ns
-        self._schedule_ns = time.thread_time_ns(), 0
+        before, self._schedule_ns = self._schedule_ns, (time.thread_time_ns(), 0)
         with contextlib.suppress(OSError, ValueError):  # Linux tells more
             if self._schedstat_fd < 0:  # in the worker itself, whose thread it is
                 self._schedstat_fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)

@@ -11,10 +11,10 @@ import itertools
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shmloader.loading import Loading, profile_each
 from shmloader.profiling.profile import Profile
 from shmloader.profiling.report import ProfileReport
 
@@ -25,12 +25,12 @@ _EVERY_S = 1.0
 _numbers = itertools.count()
 
 
-def begin() -> None:
-    """Profile each loader of this process from now on."""
+def begin(profile_each: Callable[[Callable[[Any], None]], None]) -> None:
+    """Profile each loader of this process from now on; `shmloader.loading.profile_each` tells of them."""
     profile_each(_profile)
 
 
-def _profile(loading: Loading) -> None:
+def _profile(loading: Any) -> None:
     loader = loading.loader()
     rank = f"rank {os.environ['RANK']}, " if "RANK" in os.environ else ""
     title = f"{rank}pid {os.getpid()}: {type(loader).__name__} over {type(loader.dataset).__name__}"

@@ -13,22 +13,24 @@ from shmloader.profiling.probe import BatchProbe
 from shmloader.wire.records import BatchTimes
 
 MOST_BATCHES = 10_000
-"""Batches whose times are kept: those before them are forgotten."""
+"""Entries that are kept: those before them are forgotten."""
 
 _MOST_SLOW = 5  # samples that are named
 _NAMED_S = 0.001  # a quicker sample is none of them
 _TELLING = 50  # times as long as a call of `tell` took passes until the next one
+_JOINED_NS = 4_000_000  # quicker batches are noted together
 _OUTLIER = 8.0  # times as long as the others of its batch: such a sample holds its batch up
 
 
 class Returned(NamedTuple):
-    """A batch that ``next()`` has returned.
+    """A batch that ``next()`` has returned, or several quick ones in a row.
 
     Attributes:
-        began_ns: When it was asked for, by ``time.perf_counter_ns()``.
+        began_ns: When the program's step before it began, by ``time.perf_counter_ns()``.
         step_s: Seconds of the program since the batch before; 0 for an epoch's first batch.
         wait_s, sampler_s, next_s: Seconds that ``next()`` waited; of the sampler; of all else in ``next()``.
         held: Batches that the program held then.
+        batches: Their number; seconds are sums.
     """
 
     began_ns: int
@@ -37,6 +39,7 @@ class Returned(NamedTuple):
     sampler_s: float
     next_s: float
     held: int
+    batches: int = 1
 
 
 class Made(NamedTuple):
@@ -56,7 +59,7 @@ class BatchRecorder:
 
     Attributes:
         make_probe: Makes the probe of a worker.
-        returned, made: The last 10,000 batches.
+        returned, made: The last 10,000 entries.
         slowest: Seconds of the slowest samples, by name.
         num_workers: Workers of the epoch that was begun last.
     """
@@ -69,42 +72,60 @@ class BatchRecorder:
         self.num_workers = 0
         self._every_ns, self._tell = int(every_s * 1e9), tell
         self._told_ns = time.perf_counter_ns()
-        self._began_ns = self._ended_ns = 0
-        self._waited_ns = self._sampler_ns = 0
+        self._ended_ns = 0
+        self._sampler = _Timed(iter(()))
+        self._last = 0, 0  # what `end_next` was told
+        self._begin(0, 0)
 
     def begin_epoch(self, num_workers: int) -> None:
         """Begin an epoch: what the program did since the last one is no step."""
         self.num_workers = num_workers
+        self.note_returned()
         self._ended_ns = 0
 
     def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
         """An iterator over the same index batches that is timed."""
-        return _Timed(batches, self._note_sampler)
-
-    def _note_sampler(self, spent_ns: int) -> None:
-        self._sampler_ns += spent_ns
+        self._sampler = _Timed(batches)
+        return self._sampler
 
     def begin_next(self, waited_ns: int) -> None:
         """Note that the program asks for a batch."""
-        self._began_ns, self._waited_ns = time.perf_counter_ns(), waited_ns
+        now_ns = time.perf_counter_ns()
         if not self._ended_ns:
-            self._sampler_ns = 0  # drawn by iter()
+            self._begin(now_ns, waited_ns)  # what iter() has drawn does not count
+        else:
+            self._step_ns += now_ns - self._ended_ns
+
+    def _begin(self, now_ns: int, waited_ns: int) -> None:
+        """Begin the next `Returned`."""
+        self._began_ns, self._waited_ns = now_ns, waited_ns
+        self._step_ns = self._batches = 0
+        self._sampler.begin()
 
     def end_next(self, waited_ns: int, held: int) -> None:
         """Note that it gets one."""
-        now_ns, began_ns, wait_ns = time.perf_counter_ns(), self._began_ns, waited_ns - self._waited_ns
-        sampler_ns, self._sampler_ns = self._sampler_ns, 0
-        step_ns = began_ns - self._ended_ns if self._ended_ns else 0
-        next_ns = max(0, now_ns - began_ns - wait_ns - sampler_ns)
-        self.returned.append(
-            Returned(began_ns, step_ns / 1e9, wait_ns / 1e9, sampler_ns / 1e9, next_ns / 1e9, held)
-        )
+        self._ended_ns = now_ns = time.perf_counter_ns()
+        self._batches += 1
+        self._last = waited_ns, held
+        if now_ns - self._began_ns < _JOINED_NS:
+            return
+        self.note_returned()
         if self._tell is not None and now_ns - self._told_ns >= self._every_ns:
             self._tell()
-            self._told_ns = time.perf_counter_ns()
+            self._ended_ns = self._told_ns = time.perf_counter_ns()
             self._every_ns = max(self._every_ns, (self._told_ns - now_ns) * _TELLING)
-            now_ns = self._told_ns
-        self._ended_ns = now_ns
+        self._begin(self._ended_ns, waited_ns)
+
+    def note_returned(self) -> None:
+        """Note the batches that were returned since the last entry."""
+        if not self._batches:
+            return
+        (waited_ns, held), sampler_ns, step_ns = self._last, self._sampler.spent_ns, self._step_ns
+        wait_ns = waited_ns - self._waited_ns
+        next_ns = max(0, self._ended_ns - self._began_ns - step_ns - wait_ns - sampler_ns)
+        times = (step_ns / 1e9, wait_ns / 1e9, sampler_ns / 1e9, next_ns / 1e9)
+        self.returned.append(Returned(self._began_ns, *times, held, self._batches))
+        self._begin(self._ended_ns, waited_ns)
 
     def note_times(self, worker_id: int, times: BatchTimes, payload: bytes) -> None:
         """Take a worker's times of a batch."""
@@ -132,10 +153,15 @@ class BatchRecorder:
 
 
 class _Timed:
-    """An iterator whose time is noted."""
+    """An iterator whose time is summed up in ``spent_ns``."""
 
-    def __init__(self, inner: Iterator[Any], note: Callable[[int], None]) -> None:
-        self._inner, self._note = inner, note
+    def __init__(self, inner: Iterator[Any]) -> None:
+        self._inner = inner
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to sum up anew."""
+        self.spent_ns = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -145,7 +171,7 @@ class _Timed:
         try:
             return next(self._inner)
         finally:
-            self._note(time.perf_counter_ns() - began_ns)
+            self.spent_ns += time.perf_counter_ns() - began_ns
 
 
 def _indices(payload: bytes) -> list[Any]:

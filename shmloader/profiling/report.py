@@ -20,6 +20,7 @@ MAIN = {"wait": "waiting for a batch", "sampler": "sampler", "next": "next() its
 WORKERS = {"fetch": "fetch", "collate": "collate", "write": "write", "idle": "waiting for a slot"}
 """Parts of the time of the main process and of the workers, with their names in the table."""
 
+_Times = np.ndarray[Any, np.dtype[np.float64]]
 _MOST_DRAWN = 300  # batches in a picture: more would be thinner than a pixel
 _LEAST_OF_WORKER = 5  # batches, for a worker to be compared with the others
 
@@ -48,7 +49,7 @@ class ProfileReport:
         slowest: Names of the slowest samples and their seconds, the slowest first.
         bound_batches_per_s: Batches per second if loading took no time.
         verdict: The cause that holds the loader up.
-        returned, made: The times of each batch.
+        returned, made: The times of each batch, or of quick ones together.
     """
 
     batches: int
@@ -66,19 +67,21 @@ class ProfileReport:
     @classmethod
     def of(cls, recorder: BatchRecorder, evidence: Evidence) -> ProfileReport:
         """The report on what was recorded; ``evidence`` has what the loader's statistics know."""
+        recorder.note_returned()
         returned, made = tuple(recorder.returned), tuple(recorder.made)
-        main = {name: [getattr(one, f"{name}_s") for one in returned] for name in MAIN}
-        parts = {
-            name: [one.times.wait_s if name == "idle" else getattr(one.times, f"{name}_s") for one in made]
-            for name in WORKERS
-        }
-        sums = {name: float(sum(times)) for name, times in {**main, **parts}.items()}
+        batches = [one.batches for one in returned]
+        of_each = [one.times.batches for one in made]
+        main = {name: np.array([getattr(one, f"{name}_s") for one in returned]) / batches for name in MAIN}
+        parts = {name: np.array([_of_worker(one, name) for one in made]) for name in WORKERS}
+        main = {name: np.repeat(times, batches) for name, times in main.items()}
+        parts = {name: np.repeat(times, of_each) for name, times in parts.items()}
+        sums = {name: float(times.sum()) for name, times in {**main, **parts}.items()}
         total_s = sum(sums[name] for name in MAIN)
         slowest = dict(sorted(recorder.slowest.items(), key=lambda pair: -pair[1]))
         by_worker = _by_worker(made)
         found = replace(
             evidence,
-            batches=len(returned),
+            batches=sum(batches),
             total_s=total_s,
             wait_s=sums["wait"],
             made_s=sums["fetch"] + sums["collate"] + sums["write"],
@@ -86,14 +89,14 @@ class ProfileReport:
             profiled=_profiled(sums, made, by_worker, slowest),
         )
         return cls(
-            batches=len(returned),
+            batches=sum(batches),
             total_s=total_s,
             num_workers=recorder.num_workers,
             main=_spreads(main),
             workers=_spreads(parts),
             by_worker=by_worker,
             slowest=slowest,
-            bound_batches_per_s=len(returned) / sums["step"] if sums["step"] else 0.0,
+            bound_batches_per_s=sum(batches) / sums["step"] if sums["step"] else 0.0,
             verdict=judge(found),
             returned=returned,
             made=made,
@@ -137,13 +140,13 @@ class ProfileReport:
     def last_spans(self) -> list[tuple[str, str, float, float]]:
         """The `spans` of the last 300 batches."""
         last = self.returned[-_MOST_DRAWN:]
-        begin_s = last[0].began_ns / 1e9 - last[0].step_s if last else 0.0
+        begin_s = last[0].began_ns / 1e9 if last else 0.0
         return [span for span in self.spans() if span[2] >= begin_s]
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """What was done when: who, the part of the time, when it began, and for how long, in seconds."""
         for one in self.returned:
-            at_s = one.began_ns / 1e9 - one.step_s
+            at_s = one.began_ns / 1e9
             for name in ("step", "wait", "sampler", "next"):
                 spent_s = getattr(one, f"{name}_s")
                 yield "main", name, at_s, spent_s
@@ -198,19 +201,25 @@ def render(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _spreads(times: dict[str, list[float]]) -> dict[str, Spread]:
-    total_s = sum(map(sum, times.values())) or 1.0
+def _spreads(times: dict[str, _Times]) -> dict[str, Spread]:
+    total_s = float(sum(each.sum() for each in times.values())) or 1.0
     spreads = {}
     for name, each in times.items():
-        p50, p95, p99, most = np.percentile(each or [0.0], [50, 95, 99, 100]).tolist()
-        spreads[name] = Spread(sum(each) / total_s, p50, p95, p99, most)
+        p50, p95, p99, most = np.percentile(each if len(each) else [0.0], [50, 95, 99, 100]).tolist()
+        spreads[name] = Spread(float(each.sum()) / total_s, p50, p95, p99, most)
     return spreads
+
+
+def _of_worker(made: Made, name: str) -> float:
+    seconds: float = getattr(made.times, "wait_s" if name == "idle" else f"{name}_s")
+    return seconds
 
 
 def _by_worker(made: tuple[Made, ...]) -> dict[int, tuple[int, float]]:
     spent: dict[int, list[float]] = {}
     for worker_id, times, _ in made:
-        spent.setdefault(worker_id, []).append(times.fetch_s + times.collate_s + times.write_s)
+        each_s = times.fetch_s + times.collate_s + times.write_s
+        spent.setdefault(worker_id, []).extend([each_s] * times.batches)
     return {number: (len(spent[number]), median(spent[number])) for number in sorted(spent)}
 
 
@@ -234,8 +243,8 @@ def _profiled(
         fetch_s=sums["fetch"],
         collate_s=sums["collate"],
         write_s=sums["write"],
-        cpu_s=sum(one.times.cpu_s for one in made),
-        delay_s=sum(one.times.delay_s for one in made),
+        cpu_s=sum(one.times.cpu_s * one.times.batches for one in made),
+        delay_s=sum(one.times.delay_s * one.times.batches for one in made),
         copied_nbytes=sum(one.times.copied_nbytes for one in made) / max(1, len(made)),
         header_nbytes=sum(one.times.header_nbytes for one in made) / max(1, len(made)),
         slow_worker=slow_worker,

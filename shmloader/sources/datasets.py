@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
 
 
 def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Source:
-    """Samples of several datasets, all of one form; those of each are scattered to their places.
+    """Samples of several datasets, all of one form; those of each are gathered, then all put in order.
 
     The forms of a mixture's sources (stores, say) are seen in each batch.
     """
@@ -75,15 +76,18 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
         first = int(part_of[0])
         if (part_of == first).all():
             return parts[first].gather(rows)
-        present = np.unique(part_of)
-        if len(present) > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
+        by_part = part_of.argsort(kind="stable")
+        rows, part_of = rows[by_part], part_of[by_part]
+        cuts = [0, *(np.flatnonzero(np.diff(part_of)) + 1).tolist(), len(rows)]
+        if len(cuts) - 1 > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
             raise NotGathered("few rows of each of many datasets")
-        places = [np.flatnonzero(part_of == part) for part in present]
         with own_memory():
-            batches = [parts[part].gather(rows[these]) for part, these in zip(present, places, strict=True)]
+            batches = [parts[part_of[a]].gather(rows[a:b]) for a, b in itertools.pairwise(cuts)]
         if not of_one_form and any(_leaf_forms(batch) != _leaf_forms(batches[0]) for batch in batches):
             raise NotGathered("the sources of a Mixture differ in the fields, dtypes or shapes of this batch")
-        return _scatter(batches, [torch.from_numpy(these) for these in places], len(rows))
+        places = np.empty_like(by_part)
+        places[by_part] = np.arange(len(rows))
+        return _in_order(batches, torch.from_numpy(places))
 
     def of_run(run: Run) -> Any:
         part = bisect.bisect_right(sizes, run.begin)
@@ -138,16 +142,16 @@ def _leaf_forms(batch: Any) -> Any:
     raise NotGathered(f"a {kind.__qualname__} that is no tensor is in a batch of several sources")
 
 
-def _scatter(batches: list[Any], places: list[torch.Tensor], count: int) -> Any:
+def _in_order(batches: list[Any], order: torch.Tensor) -> Any:
+    """The rows of several batches as one, in the order given."""
     first = batches[0]
     if type(first) is dict:
-        return {name: _scatter([batch[name] for batch in batches], places, count) for name in first}
+        return {name: _in_order([batch[name] for batch in batches], order) for name in first}
     if type(first) is list:
-        return [_scatter(list(parts), places, count) for parts in zip(*batches, strict=True)]
-    out = make_output(count, first.shape[1:], first.dtype, first.device)
-    for these, batch in zip(places, batches, strict=True):
-        out.index_copy_(0, these.to(out.device), batch)
-    return out
+        return [_in_order(list(parts), order) for parts in zip(*batches, strict=True)]
+    out = make_output(len(order), first.shape[1:], first.dtype, first.device)
+    # In half the time of `index_copy_` for each.
+    return torch.index_select(torch.cat(batches), 0, order.to(out.device), out=out)
 
 
 def has_getbatch(dataset: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shmloader.store.handles import make_array_reducer
-from shmloader.store.unshared import watch_copies
+from shmloader.store.unshared import advise_sharing, watch_copies
 from shmloader.store_hooks import hooks
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def _share_dataset(dataset: Any) -> Any:
 
 
 hooks.is_store, hooks.takes_rows = _is_store, _takes_rows
-hooks.share_dataset, hooks.watch_copies = _share_dataset, watch_copies
+hooks.share_dataset = _share_dataset
+hooks.watch_copies, hooks.advise_sharing = watch_copies, advise_sharing
 hooks.make_array_reducer = make_array_reducer
 
 _Array = TypeVar("_Array", bound=np.ndarray[Any, Any])

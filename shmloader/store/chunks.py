@@ -125,7 +125,15 @@ def items_of_rows(
     batch = pa.RecordBatch.from_arrays([items], schema=pa.schema([pa.field("", items.type)], COLUMN))
     made_by = items_of_rows, items, memory, links, pickles, source
     return Chunks(
-        [(memory, batch)], memory, items.nbytes, classes, made_by, 0, links, pickles, [source] * bool(source)
+        [(memory, batch)],
+        memory,
+        items.get_total_buffer_size(),
+        classes,
+        made_by,
+        0,
+        links,
+        pickles,
+        [source] * bool(source),
     )
 
 

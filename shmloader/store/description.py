@@ -105,7 +105,7 @@ def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -
     pickles = [one for kind in kinds for _, one in find_types(kind, Pickles)]
     classes = dict.fromkeys(name for one in pickles for name in one.parameters["types"])
     why = f"no column gives back {', '.join(classes)} as given" if classes else None
-    nbytes = sum(part.nbytes for part in parts)
+    nbytes = sum(part.get_total_buffer_size() for part in parts)  # .nbytes trusts a file's offsets
     return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
 
 

@@ -271,6 +271,15 @@ class _Values(ValuesView[Any]):
         return iter(self._mapping.stored_values)
 
 
+def _as_set(name: str) -> Callable[..., Any]:
+    """A method of sets, called on a set of the members."""
+
+    def method(self: Any, *others: Iterable[Any]) -> Any:
+        return getattr(set(self), name)(*others)
+
+    return method
+
+
 class SetStore(KeyedStore, AbstractSet[Any]):
     """A read-only set in shared memory."""
 
@@ -281,19 +290,9 @@ class SetStore(KeyedStore, AbstractSet[Any]):
         """The result type of ``&``, ``|`` and ``-``: sets of the calling process."""
         return set(values)
 
+    _METHODS = ("copy", "union", "intersection", "difference", "symmetric_difference", "issubset")
+    copy, union, intersection, difference, symmetric_difference, issubset = map(_as_set, _METHODS)
+
     def issuperset(self, other: Iterable[Any]) -> bool:
         """See ``set.issuperset``."""
         return all(value in self for value in other)
-
-
-def _as_set(name: str) -> Callable[..., Any]:
-    """A method of sets, called on a set of the members."""
-
-    def method(self: SetStore, *others: Iterable[Any]) -> Any:
-        return getattr(set(self), name)(*others)
-
-    return method
-
-
-for _name in ("copy", "union", "intersection", "difference", "symmetric_difference", "issubset"):
-    setattr(SetStore, _name, _as_set(_name))

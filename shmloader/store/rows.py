@@ -31,19 +31,26 @@ class RowViews(NamedTuple):
     def of_lists(self, items: Any, origin: Origin) -> MakeView:
         """See `Views.of_lists`."""
         store = functools.cache(functools.partial(_store_of_items, items, origin, self))
-        return lambda begin, end: ListView(store(), range(begin, end))
+        return lambda begin, end: ListView(store(), _part(begin, end, len(items)))
 
     def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
         """See `Views.of_dicts`."""
         views = RowViews(_HEAVIEST_INNER_DICT)
         made = functools.cache(lambda: Pairs(_store_of_items(pairs, origin, views)))
-        return lambda begin, end: DictView(made(), begin, end)
+        return lambda begin, end: DictView(made(), _part(begin, end, len(pairs)))
 
 
 _HEAVIEST_INNER_DICT = 1 << 10
 """Of dicts that a view of a dict holds: so a trie is walked without building what is below a node."""
 
 VIEWS = RowViews(MOST_BUILT)
+
+
+def _part(begin: int, end: int, items: int) -> range:
+    """The items of one container, which a damaged file may have elsewhere."""
+    if begin < 0 or end > items:
+        raise ValueError(f"a container has items {begin:,} to {end:,} of {items:,}")
+    return range(begin, end)
 
 
 def _store_of_items(items: Any, origin: Origin, views: RowViews) -> RowStore:

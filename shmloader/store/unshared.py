@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import psutil
 import torch.multiprocessing
 
 from shmloader.errors import NotSharedWarning, warn
+from shmloader.memory.limits import memory_headroom
 from shmloader.settings import THREAD
 from shmloader.statistics import Counters
 from shmloader.store import kinds, static
@@ -29,6 +32,8 @@ LEAST_NBYTES = 32 << 20
 
 _BATCHES = 4  # a worker may make so many of the largest in memory that this process has freed
 _LEAST_OWNED = 0.25  # of what was copied, by what is called its owner
+_MUCH = 0.2  # of this process's memory, after which the program is told at once
+_EVERY_NS = 200_000_000  # how often to look
 _MOST_OF = 0.5  # its holder's bytes, by what is named in its holder's place
 _MOST_SIZED = 2000  # objects, those next to the dataset, whose sizes are estimated
 
@@ -54,6 +59,11 @@ class CopiedMemory:
         stat = (self._folder / "stat").read_text(errors="replace")
         return int(stat.rpartition(")")[2].split()[7]) * mmap.PAGESIZE
 
+    @property
+    def inherited_nbytes(self) -> int:
+        """Bytes that it began with, and so the most that it can copy."""
+        return self._anonymous_nbytes
+
     def nbytes(self) -> int:
         """Bytes of pages copied, by either side, and of those that only it still has; 25 ms for each GB."""
         smaps = (self._folder / "smaps").read_text(errors="replace")
@@ -68,19 +78,44 @@ class CopiedMemory:
 class CopyWatch:
     """Measures what forked workers copy of this process's memory, and looks for the owner in the dataset.
 
-    Costs microseconds when they start. When an epoch ends, one worker is measured, and only if it had enough
-    page faults; that takes less time than to fork it.
+    Costs microseconds when they start. It looks at page faults every 0.2 seconds, and measures one worker if
+    it had enough of them; each time in vain makes it look less often. So the program is warned in the middle
+    of an epoch, once a fifth is copied or the rest would not fit; else at the epoch's end.
+
+    Attributes:
+        due_ns: When to `look` again, by ``time.perf_counter_ns()``.
     """
 
     def __init__(self, dataset: Any, workers: Iterable[Any], counters: Counters, *, is_shared: bool) -> None:
+        self.due_ns: float = 0
         self._dataset = dataset
         self._counters = counters
         self._said = ""
         self._is_shared = is_shared
         self._epochs = 0
+        self._patience = 10  # how many times as long as looking took passes until the next look
         self._copied: dict[int, CopiedMemory] = {}
         with contextlib.suppress(Exception):
             self._copied = {worker.pid: CopiedMemory(worker.pid) for worker in workers}
+
+    def look(self, workers: Iterable[Any], largest_batch_nbytes: int) -> None:
+        """Measure the workers in the middle of an epoch."""
+        began_ns = time.perf_counter_ns()
+        with contextlib.suppress(Exception):
+            known = self._known(workers)
+            copied = _most_copied(known, largest_batch_nbytes)
+            all_nbytes = max(one.inherited_nbytes for one in known)
+            room = memory_headroom()
+            needed = (all_nbytes - copied) * len(known)
+            if copied and (copied >= _MUCH * all_nbytes or needed > room.available_nbytes):
+                left = f" {room.available_nbytes:,} bytes are left in {room.source}." if needed > 0 else ""
+                self._said = self._describe(copied, len(known), left)
+        now_ns = time.perf_counter_ns()
+        is_done = self._said or self._counters.warned_of_copies or not self._copied
+        wait_ns = self._patience * (now_ns - began_ns)
+        if wait_ns > _EVERY_NS:  # it was measured, in vain
+            self._patience *= 2
+        self.due_ns = math.inf if is_done else now_ns + max(_EVERY_NS, wait_ns)
 
     def measure(self, workers: Iterable[Any], largest_batch_nbytes: int) -> None:
         """Measure the workers when an epoch ends, before they are stopped."""
@@ -88,42 +123,80 @@ class CopyWatch:
         if self._epochs & (self._epochs - 1):  # of persistent workers after 1, 2, 4, 8 epochs
             return
         with contextlib.suppress(Exception):
-            known = [self._copied[worker.pid] for worker in workers if worker.pid in self._copied]
-            worst = max(known, key=CopiedMemory.most_nbytes)
-            least = LEAST_NBYTES + _BATCHES * largest_batch_nbytes
-            if worst.most_nbytes() >= least and (copied := worst.nbytes()) >= least:
+            known = self._known(workers)
+            if copied := _most_copied(known, largest_batch_nbytes):
                 self._said = self._describe(copied, len(known))
+
+    def _known(self, workers: Iterable[Any]) -> list[CopiedMemory]:
+        return [self._copied[worker.pid] for worker in workers if worker.pid in self._copied]
 
     def warn(self) -> None:
         """Warn if the workers have copied much; once for each loader."""
         if self._said and self._counters.warns_first("warned_of_copies"):
             warn(self._said, NotSharedWarning)
 
-    def _describe(self, copied: int, num_workers: int) -> str:
+    def _describe(self, copied: int, num_workers: int, left: str = "") -> str:
         graph = Graph(self._dataset)
         nbytes, owner = largest_holder(graph)
         said = (
             f"each of {num_workers} workers has copied up to {copied:,} bytes of this process's memory: "
-            "reading Python objects writes their reference counts."
+            f"reading Python objects writes their reference counts.{left}"
         )
-        if nbytes < _LEAST_OWNED * copied:
-            if num_workers == 1:  # then it may be what this process has written to, as in training on the CPU
-                return ""
-            stopped = f" until it stopped at {graph.stopped.path}" if graph.stopped else ""
-            return (
-                f"{said} No owner of so many was found: of {len(graph.nodes):,} objects that a search in the "
-                f"dataset's attributes saw{stopped}, {owner.path} holds most, about {nbytes:,} bytes. Look "
-                "at globals, class attributes, default arguments and closures that the dataset's code uses"
-            )
-        kind = static.name_of(type(owner.value))
-        said += f" {owner.path}, of type {kind}, has about {nbytes:,} bytes of them."
-        if not self._is_shared and any(
-            one.plan and owner in (one, one.holder) for one in graph.nodes.values()
-        ):
-            return f"{said} DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
+        if nbytes >= _LEAST_OWNED * copied:
+            return f"{said} {_owner_and_cure(graph, is_shared=self._is_shared)}"
+        if num_workers == 1:  # then it may be what this process has written to, as in training on the CPU
+            return ""
+        stopped = f" until it stopped at {graph.stopped.path}" if graph.stopped else ""
         return (
-            f"{said} share_dataset=True does not move them from there: keep numbers, texts, lists and dicts "
-            "in one plain list or dict, or arrays, whose contents are not copied"
+            f"{said} No owner of so many was found: of {len(graph.nodes):,} objects that a search in the "
+            f"dataset's attributes saw{stopped}, {owner.path} holds most, about {nbytes:,} bytes. Look "
+            "at globals, class attributes, default arguments and closures that the dataset's code uses"
+        )
+
+
+def _most_copied(known: list[CopiedMemory], largest_batch_nbytes: int) -> int:
+    """Bytes that one of the workers has copied; 0 if that is too little to speak of."""
+    least = LEAST_NBYTES + _BATCHES * largest_batch_nbytes
+    worst = max(known, key=CopiedMemory.most_nbytes)
+    copied = worst.nbytes() if worst.most_nbytes() >= least else 0
+    return copied if copied >= least else 0
+
+
+def _owner_and_cure(graph: Graph, *, is_shared: bool) -> str:
+    """Sentences on the largest holder of Python objects, and on how to have them in memory once."""
+    nbytes, owner = largest_holder(graph)
+    said = f"{owner.path}, of type {static.name_of(type(owner.value))}, has about {nbytes:,} bytes of them."
+    if not is_shared and any(one.plan and owner in (one, one.holder) for one in graph.nodes.values()):
+        return f"{said} DataLoader(..., share_dataset=True) keeps them in memory once, for all workers"
+    return (
+        f"{said} share_dataset=True does not move them from there: keep numbers, texts, lists and dicts "
+        "in one plain list or dict, or arrays, whose contents are not copied"
+    )
+
+
+def advise_sharing(dataset: Any) -> str:
+    """Sentences on a dataset whose workers had too little memory; "" if it holds few Python objects."""
+    with contextlib.suppress(Exception):
+        graph = Graph(dataset)
+        if largest_holder(graph)[0] >= LEAST_NBYTES:
+            cure = _owner_and_cure(graph, is_shared=False)
+            return f"Each worker may hold the dataset's Python objects. {cure}."
+    return ""
+
+
+def _warn_of_rebuilding(loader: Any, num_workers: int, counters: Counters, pickled_nbytes: int) -> None:
+    """Warn that started processes rebuild the dataset's objects, each for itself."""
+    said = ""
+    with contextlib.suppress(Exception):
+        graph = Graph(loader.dataset)
+        if largest_holder(graph)[0] >= LEAST_NBYTES:
+            said = _owner_and_cure(graph, is_shared=loader.share_dataset)
+    if said:
+        counters.warned_of_copies = True
+        warn(
+            f"each of {num_workers} workers rebuilds the dataset's Python objects from a pickle of "
+            f"{pickled_nbytes:,} bytes, and holds them for itself (start method spawn or forkserver). {said}",
+            NotSharedWarning,
         )
 
 
@@ -138,12 +211,19 @@ def largest_holder(graph: Graph) -> tuple[int, Node]:
     return nbytes, largest
 
 
-def watch_copies(loader: Any, workers: Iterable[Any], counters: Counters) -> CopyWatch | None:
+def watch_copies(
+    loader: Any, workers: Sequence[Any], counters: Counters, pickled_nbytes: int
+) -> CopyWatch | None:
     """Begin to watch a loader's workers, which were just started; None if they are not forked.
 
-    Only forked workers share objects with this process until they read them.
+    Only forked workers share objects with this process until they read them. Others were sent a pickle: one
+    of many objects is warned of at once.
     """
-    context = loader.multiprocessing_context or torch.multiprocessing
-    if loader.worker_type == THREAD or context.get_start_method() != "fork" or counters.warned_of_copies:
+    if loader.worker_type == THREAD or counters.warned_of_copies:
         return None
-    return CopyWatch(loader.dataset, workers, counters, is_shared=loader.share_dataset)
+    context = loader.multiprocessing_context or torch.multiprocessing
+    if context.get_start_method() == "fork":
+        return CopyWatch(loader.dataset, workers, counters, is_shared=loader.share_dataset)
+    if pickled_nbytes >= LEAST_NBYTES // 4:  # of which Python objects take several times as many
+        _warn_of_rebuilding(loader, len(workers), counters, pickled_nbytes)
+    return None

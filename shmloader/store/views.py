@@ -64,33 +64,30 @@ class Pairs:
 class DictView(MappingStore):
     """A large dict inside of a row."""
 
-    def __init__(self, pairs: Pairs, begin: int, end: int) -> None:
-        self._part = pairs, begin, end
+    def __init__(self, pairs: Pairs, part: range) -> None:
+        self._pairs = pairs
+        self._part = part
         self.default_factory = None
 
     def __len__(self) -> int:
-        _, begin, end = self._part
-        return end - begin
+        return len(self._part)
 
     def __iter__(self) -> Iterator[Any]:
-        pairs, begin, end = self._part
-        return iter(pairs.keys[begin:end])
+        return iter(Selection(self._pairs.keys, self._part))
 
     @property
     def rows(self) -> Any:
         """Records of each key and its value."""
-        pairs, begin, end = self._part
-        return pairs.rows[begin:end]
+        return Selection(self._pairs.rows, self._part)
 
     @property
     def stored_values(self) -> Any:
         """The values, in order."""
-        pairs, begin, end = self._part
-        return pairs.values[begin:end]
+        return Selection(self._pairs.values, self._part)
 
     def row_of(self, key: object) -> int:
         """The place of a key, or -1."""
-        pairs, begin, end = self._part
+        pairs, begin, end = self._pairs, self._part.start, self._part.stop
         hashed = hash_of(key)
         if hashed is None or pairs.index is None:
             return next((row for row, found in enumerate(self) if found is key or found == key), -1)
@@ -98,16 +95,16 @@ class DictView(MappingStore):
         at = bisect_left(hashes, hashed, begin, end)
         while at < end and hashes[at] == hashed:
             place: int = places[at]
-            found = pairs.keys[begin + place]
-            if place < end - begin and (found is key or found == key):
-                return place
+            if begin + place < end:  # else the index is of a damaged file
+                found = pairs.keys[begin + place]
+                if found is key or found == key:
+                    return place
             at += 1
         return -1
 
     def value_at(self, row: int) -> Any:
         """The value in a place."""
-        pairs, begin, _ = self._part
-        return pairs.values[begin + row]
+        return self._pairs.values[self._part[row]]
 
     def to_arrow(self) -> Any:
         """A ``pyarrow.Table`` with ``key`` and ``value``."""
@@ -128,7 +125,7 @@ def _reduce_list(view: ListView, _: MappedFiles | None) -> Any:
 
 
 def _reduce_dict(view: DictView, _: MappedFiles | None) -> Any:
-    return DictView, view._part  # noqa: SLF001
+    return DictView, (view._pairs, view._part)  # noqa: SLF001
 
 
 register(ListView, _reduce_list)

@@ -98,7 +98,8 @@ def index_of(path: Path, folder: Path | None) -> tuple[ArchiveIndex, Identity]:
 def _read(kept: Path, identity: Identity) -> ArchiveIndex | None:
     """The index in a file; None if there is none, or it is another archive's or damaged."""
     try:
-        with np.load(kept, allow_pickle=False) as file:
+        # Not by its name: numpy leaves a damaged file open.
+        with kept.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             head = json.loads(file["head"].tobytes())
             if head["version"] != _VERSION or Identity(*head["identity"]) != identity:
                 return None

@@ -146,14 +146,15 @@ class BatchTimes(NamedTuple):
     fetch_s: float  # seconds that it fetched samples; with `collate_s` in it if rows were gathered
     collate_s: float  # seconds in ``collate_fn``
     write_s: float  # seconds that it encoded the batch: copies of leaves into the slot, pickling of the rest
-    cpu_s: float  # seconds of processor time of the worker since it last told them; 0 if that was just before
-    delay_s: float  # seconds since then in which it was ready to run and had no core
+    cpu_s: float  # seconds of processor time of the worker
+    delay_s: float  # seconds in which it was ready to run and had no core
     # Seconds of the slowest `slowest_count` samples that were fetched together; 0 if unknown.
     slowest_s: float
     slowest_begin: int  # the place of the first of them in the index batch
     slowest_count: int  # their number, mostly 1
     copied_nbytes: int  # bytes of leaves that were copied into the slot
-    header_nbytes: int  # bytes of the header
+    header_nbytes: int  # bytes of the header; both are at most 4 GiB
+    batches: int  # that it stands for: itself, and quicker ones before it that were not measured
 
 
 Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes
@@ -162,7 +163,7 @@ pack_published = _packs(_answers, Published, "QQQQQQB", ANSWER_NBYTES)
 pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
-pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHQI", ANSWER_NBYTES)
+pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHIII", ANSWER_NBYTES)
 
 
 PUBLISHED = 1

@@ -9,7 +9,6 @@ process that runs it, torch's names stand for these calls. See docs/decisions/00
 from __future__ import annotations
 
 import bisect
-import functools
 import math
 import os
 import threading
@@ -27,7 +26,8 @@ from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import add_note
 from shmloader.statistics import PlacedSite
-from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall, own_call
+from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall
+from shmloader.worker.stand_ins import Compile, Replacement, Resize, StandIn
 
 _LEAST_BATCH_NBYTES = 256 << 10
 _WATCHED_BATCHES = 4
@@ -76,11 +76,11 @@ class Placement:
         self._changed = False
         self._version = 0  # grows when a site is left, and when no more are looked for
         self._running = 0
-        self._put: list[_StandIn] = []
+        self._put: list[StandIn] = []
         self._lacked_room = False  # the slot, for the result that was to be placed last
         self._thread = threading.get_ident()
         self._out_of_reach: list[PlacedSite] = []
-        self._resizes = [_Resize(self, *name) for name in RESIZES]
+        self._resizes = [Resize(self._make_resizable, *name) for name in RESIZES if is_on]
         self._moved: list[Any] = []
         if is_on:
             os.register_at_fork(before=self._end_for_fork)
@@ -89,13 +89,15 @@ class Placement:
         """The program's function, with torch's calls replaced while it runs."""
         if not self.is_on:
             return function
-        replacements = [
-            _Replacement(self, call) for call in CALLS if call.of_batches <= of_batches and call.is_torchs()
-        ]
+        calls = [call for call in CALLS if call.of_batches <= of_batches and call.is_torchs()]
+        replacements = [Replacement(call, self._call) for call in calls]
         self._out_of_reach += _captured_names(function, replacements)
         function = next((one for one in replacements if one.is_own(function)), function)
-        others: list[_StandIn] = [*self._resizes, *(_Compile(self, *name) for name in COMPILERS)]
-        put: list[_StandIn] = [*replacements, *others]
+        others: list[StandIn] = [
+            *self._resizes,
+            *(Compile(self._end_for_compiler, *name) for name in COMPILERS),
+        ]
+        put: list[StandIn] = [*replacements, *others]
         version = 0
 
         def placed(argument: Any) -> Any:
@@ -103,18 +105,18 @@ class Placement:
             if not self.is_on or self._running:
                 return function(argument)
             if version != self._version:  # fewer sites are looked at
-                calls = {id(site.call) for site in self._sites.values() if site.state is not _LEFT}
+                looked_at = {id(site.call) for site in self._sites.values() if site.state is not _LEFT}
                 version = self._version
                 if not self._to_watch:
-                    put = [*(one for one in replacements if id(one.call) in calls), *others]
+                    put = [*(one for one in replacements if id(one.call) in looked_at), *others]
             return self._replaced(put, function, argument)
 
         return placed
 
-    def _replaced(self, put: list[_StandIn], function: Callable[[Any], Any], argument: Any) -> Any:
+    def _replaced(self, put: list[StandIn], function: Callable[[Any], Any], argument: Any) -> Any:
         """Call the program's function with other functions in the place of torch's."""
         self._put = put.copy()
-        torch_private.before_compiling(self.end_for_compiler)
+        torch_private.before_compiling(self._end_for_compiler)
         self._running += 1
         try:
             for one in put:
@@ -149,7 +151,7 @@ class Placement:
                 for one in put:
                     one.replace()
 
-    def end_for_compiler(self) -> None:
+    def _end_for_compiler(self) -> None:
         """End before torch compiles a function, in which the compiler has to find torch's own calls."""
         if self._running:
             self._end("it calls a function that torch compiles")
@@ -160,7 +162,7 @@ class Placement:
             self._end("it starts a process")
             self._allocator.restart()
 
-    def call(self, call: PlacedCall, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
+    def _call(self, call: PlacedCall, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
         """Make one call of the program's: in the slot, or by torch's own function."""
         if not self._running or threading.get_ident() != self._thread:
             return own(*arguments, **named)
@@ -286,7 +288,7 @@ class Placement:
         if self._kept == _MOST_KEPT and self.is_on:
             self._end("the program keeps its batches")
 
-    def make_resizable(self, storage: Any) -> None:
+    def _make_resizable(self, storage: Any) -> None:
         """Move a storage that was placed to memory of torch's own, before torch resizes it."""
         if self._allocator.holds(storage.data_ptr()) and not storage.resizable():
             # The former memory stays: an ndarray over it may be left.
@@ -319,106 +321,7 @@ def _arrived(result: _Result, leaves: list[tuple[int, int]]) -> bool:
     return 2 * nbytes >= result.end - result.begin
 
 
-class _StandIn:
-    """Stands for a name of torch's while the program's function runs."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self._owner, self._name = owner, name
-        self._before = vars(owner).get(name)  # None for what a class inherits
-        self._own = getattr(owner, name)
-
-    def replace(self) -> None:
-        """Take the name, unless the program has given it a function of its own."""
-        if vars(self._owner).get(self._name) is self._before:
-            setattr(self._owner, self._name, self)
-
-    def put_back(self) -> None:
-        """Put the former function back, unless the program has put another one there."""
-        if vars(self._owner).get(self._name) is not self:
-            return
-        if self._before is None:
-            delattr(self._owner, self._name)
-        else:
-            setattr(self._owner, self._name, self._before)
-
-
-class _Replacement(_StandIn):
-    """Stands for one of the calls; a program that keeps it has torch's own call at any other time."""
-
-    def __init__(self, placement: Placement, call: PlacedCall) -> None:
-        super().__init__(call.owner, call.name)
-        self.call = call
-        self._placement = placement
-        if call.of_class:
-            self._own = self._own.__func__
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._placement.call(self.call, self._own, arguments, named)
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        if self.call.of_class:
-            return functools.partial(self, owner)
-        return self if instance is None else functools.partial(self, instance)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def __repr__(self) -> str:
-        return repr(self._own)
-
-    def __reduce__(self) -> Any:
-        return own_call, (CALLS.index(self.call),)
-
-    def is_own(self, value: object) -> bool:
-        """Whether a value is torch's own function."""
-        return value is self._own
-
-
-class _Resize(_StandIn):
-    """Stands for a call that resizes: what was placed is moved first.
-
-    Not once the call has failed: a tensor then has its new shape without the memory for it.
-    """
-
-    def __init__(self, placement: Placement, owner: Any, name: str) -> None:
-        super().__init__(owner, name)
-        self._placement = placement
-        self._stays = False
-
-    def stay(self) -> None:
-        """Take the name for good."""
-        self._stays = True
-        self.replace()
-
-    def put_back(self) -> None:
-        """Put the former function back, unless this one stays."""
-        if not self._stays:
-            super().put_back()
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    def __call__(self, resized: Any, *arguments: Any, **named: Any) -> Any:
-        if type(resized) is torch.UntypedStorage:
-            self._placement.make_resizable(resized)
-        elif type(resized) is torch.Tensor and resized.is_cpu and resized.layout is torch.strided:
-            self._placement.make_resizable(resized.untyped_storage())
-        return self._own(resized, *arguments, **named)
-
-
-class _Compile(_StandIn):
-    """Stands for ``torch.jit.script``, and ``torch.compile``, whose first call imports the compiler."""
-
-    def __init__(self, placement: Placement, owner: Any, name: str) -> None:
-        super().__init__(owner, name)
-        self._placement = placement
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        self._placement.end_for_compiler()
-        return self._own(*arguments, **named)
-
-
-def _captured_names(function: Any, replacements: list[_Replacement]) -> list[PlacedSite]:
+def _captured_names(function: Any, replacements: list[Replacement]) -> list[PlacedSite]:
     """Names of torch's calls that a module has imported before (``from torch import stack``)."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):

@@ -26,6 +26,7 @@ class BaseWorkers(ABC):
     interrupted: bool = False
     look_again_ns: int = 0  # how long to look for a record before `wait`, while records come quickly
     given_nbytes: int = 0  # bytes of the large arrays that only the worker started last has
+    pickled_nbytes: int = 0  # bytes of the pickle that a worker was sent; 0 if it was forked
 
     def __del__(self) -> None:
         # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's

@@ -17,6 +17,8 @@ from shmloader.failures.stacks import StackFile, answers
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
 from shmloader.memory.limits import memory_headroom, oom_kills
+from shmloader.memory.process_memory import read_memory
+from shmloader.store_hooks import hooks
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
@@ -28,6 +30,7 @@ _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
 _SEE_OUTPUT = " It had made no batch yet. Its own error output, above, says why if it could."
 _READ_NBYTES = ANSWER_NBYTES * 8
 _EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
+_MOST_TOLD = 9  # processes whose memory an error names
 _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
 
 
@@ -183,7 +186,7 @@ class ProcessWorkers(BaseWorkers):
         if self._method == "forkserver":
             begin_fork_server()  # it imports while this process pickles
         with contextlib.closing(SpawnPayload(self._method, self._make_arguments)) as payload:
-            self.given_nbytes = payload.arrays_nbytes
+            self.given_nbytes, self.pickled_nbytes = payload.arrays_nbytes, payload.pickled_nbytes
             yield payload
 
     def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
@@ -327,12 +330,22 @@ class ProcessWorkers(BaseWorkers):
         before, now, room = self._oom_kills, oom_kills(), memory_headroom()
         if now is None or before is None or now <= before:
             return ""
+        sharing = hooks.advise_sharing(self._make_arguments(0).dataset)
         return (
             f" The kernel's out-of-memory killer has ended {now - before} process(es) since the "
             f"workers were started, so this looks like its work: {room.available_nbytes:,} of "
-            f"{room.limit_nbytes:,} bytes are available in {room.source}. {memory} Use fewer workers, a "
-            "smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
+            f"{room.limit_nbytes:,} bytes are available in {room.source}. {sharing and sharing + ' '}"
+            f"Processes now: {self._memory_by_process()}. {memory} {'Or use' if sharing else 'Use'} fewer "
+            "workers, a smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
         )
+
+    def _memory_by_process(self) -> str:
+        """The memory of this process and of the workers that live, each with its part of what is shared."""
+        pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
+        known = {f"{name} (pid {pid})": read_memory(pid).get("Pss") for name, pid in pids.items()}
+        told = [f"{name} {nbytes:,} bytes" for name, nbytes in known.items() if nbytes]
+        more = [f"{len(told) - _MOST_TOLD} more"] if len(told) > _MOST_TOLD else []
+        return ", ".join(told[:_MOST_TOLD] + more)
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
         """Stop all. Those still alive after ``grace_s`` are terminated, and killed a second later.

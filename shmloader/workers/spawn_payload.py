@@ -49,6 +49,7 @@ class SpawnPayload:
         self._method = method
         self._make_arguments = make_arguments
         self._stream_fd = -1  # the pickle, followed by the pickle of `_Place`s
+        self.pickled_nbytes = 0
         self._stream_nbytes = 0  # where the second one begins
         self._arrays_fd = -1  # the memory of large arrays
         self._passed: list[int] = []  # descriptors among the arguments, which belong to their owners
@@ -129,7 +130,7 @@ class SpawnPayload:
                 self._pickler.dump(arguments)
             finally:
                 set_spawning_popen(None)
-            self._stream_nbytes = file.tell()
+            self._stream_nbytes = self.pickled_nbytes = file.tell()
             places: list[_Place] = []
             if large:
                 self._arrays_fd = os.memfd_create("shmloader-arrays")

@@ -10,6 +10,7 @@ import pytest
 from loading import Numbered
 
 from shmloader import DataLoader, LoaderClosed, LoaderError
+from shmloader.resume.compatibility import behind
 
 
 @pytest.mark.parametrize("threads", [2, 4])
@@ -99,5 +100,4 @@ def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwh
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
         state = loader.state_dict()
-        behind = filter(None, state["batches_behind"].split(","))
-        assert state["batches"] + len(list(behind)) == 4
+        assert state["batches"] + len(behind(state)) == 4

@@ -209,6 +209,15 @@ def test_text_fits_in_any_width(width: int) -> None:
     assert [line.split()[-1 - (len(columns) - 2)] for line in lines[1:3]] == ["50", "90"]
 
 
+def test_the_peak_is_shown_after_its_processes_have_ended() -> None:
+    monitor, _ = grown(10 * MB, 50 * MB, 90 * MB)
+    monitor.add(Reading(40.0, (process(50 * MB),), {}, ROOM))
+    monitor.add(Reading(50.0, (process(50 * MB), process(5 * MB, pid=8, parent=7)), {}, ROOM))
+    assert monitor.growths(monitor.last)[8].nbytes == 0  # another process with an old number
+    assert monitor.peak.time_s == 20
+    assert " 90 " in render(monitor, monitor.peak, 200)
+
+
 def test_more_processes_than_lines_are_counted() -> None:
     monitor, last = grown(10 * MB, 20 * MB)
     assert "and 1 more" in render(monitor, last, 80, most_rows=1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 import torch
 from loading import Numbered
 from torch.utils.data import Dataset, IterableDataset
+from warm_python import warm_python
 
 from shmloader import DataLoader
 from shmloader.errors import LoaderError
@@ -24,8 +28,7 @@ class OneSlow(Numbered):
     """One sample takes a tenth of a second."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 37:
-            time.sleep(SLOW_S)
+        time.sleep(SLOW_S if index == 37 else 0.0008)
         return torch.full((8,), index) + torch.randint(0, 100, ())
 
 
@@ -33,7 +36,9 @@ class Numbers(IterableDataset[int]):
     """A stream of numbers."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(32))
+        for number in range(32):
+            time.sleep(0.0008)
+            yield number
 
 
 class AtOnce(Dataset[torch.Tensor]):
@@ -66,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_every_batch_is_measured_and_the_slow_sample_named(way: str) -> None:
     with DataLoader(OneSlow(80), 8, **WAYS[way]) as loader:
         report, _ = with_profile(loader, 2)
-    assert report.batches == len(report.returned) == len(report.made) == 20
+    assert report.batches == len(report.made) == 20
     assert sum(count for count, _ in report.by_worker.values()) == 20
     name, slow_s = next(iter(report.slowest.items()))
     assert "37" in name
@@ -86,7 +91,7 @@ def test_batches_are_the_same(way: str) -> None:
 
 
 def test_persistent_workers_are_measured_from_the_next_epoch_on_and_no_longer() -> None:
-    with DataLoader(Numbered(80), 8, num_workers=2, persistent_workers=True) as loader:
+    with DataLoader(Numbered(80, delay_s=0.0008), 8, num_workers=2, persistent_workers=True) as loader:
         list(loader)
         report, _ = with_profile(loader)
         list(loader)
@@ -96,8 +101,8 @@ def test_persistent_workers_are_measured_from_the_next_epoch_on_and_no_longer() 
 
 def test_epochs_that_are_begun_early_are_measured_too() -> None:
     with DataLoader(
-        Numbered(80), 8, num_workers=2, persistent_workers=True, prefetch_epochs=True, shuffle=True,
-        generator=torch.Generator(),
+        Numbered(80, delay_s=0.0008), 8, num_workers=2, persistent_workers=True, prefetch_epochs=True,
+        shuffle=True, generator=torch.Generator(),
     ) as loader:  # fmt: skip
         list(loader)
         report, batches = with_profile(loader, 2)
@@ -115,6 +120,7 @@ def test_samples_that_come_together_are_measured_by_the_batch(dataset: Any) -> N
 def test_a_sample_that_raises_leaves_the_rest_measured() -> None:
     class Bad(Numbered):
         def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(0.0008)
             if index == 9:
                 raise ValueError(index)
             return super().__getitem__(index)
@@ -164,8 +170,8 @@ def test_a_callback_gets_scalars_and_its_time_counts_nowhere() -> None:
     assert report.main["step"].most_s < 0.05
 
 
-def test_trace_and_picture_show_every_process(tmp_path: Path) -> None:
-    with DataLoader(Numbered(80), 8, num_workers=2) as loader:
+def test_a_trace_shows_every_process(tmp_path: Path) -> None:
+    with DataLoader(Numbered(80, delay_s=0.0008), 8, num_workers=2) as loader:
         report, _ = with_profile(loader)
     report.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -176,8 +182,51 @@ def test_trace_and_picture_show_every_process(tmp_path: Path) -> None:
     }
     assert sum(event["name"] == "fetch" for event in events) == 10
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-    report.save_picture(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    program = """
+import sys
+from loading import Numbered
+from shmloader import DataLoader
+
+with DataLoader(Numbered(80), 8, num_workers=2) as loader, loader.profile() as profile:
+    list(loader)
+profile.save_picture(sys.argv[1])
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([*warm_python(), "-c", program, tmp_path / "it.png"], check=True, env=environment)
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_documented_callback_gives_a_tracker_its_scalars() -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.found: dict[str, float] = {}
+
+        def add_scalar(self, name: str, value: float) -> None:
+            self.found[name] = value
+
+    page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(def track.*?)```", page, re.DOTALL)
+    writer = Writer()
+    with DataLoader(Numbered(160), 8, num_workers=1) as loader:
+        given = {"loader": loader, "writer": writer, "train": lambda _: time.sleep(0.01)}
+        exec(recipe.replace("every_s=10", "every_s=0.05"), given)
+    assert writer.found["loader/batches_per_s"] > 0
+    assert 0 <= writer.found["loader/main/wait/share"] <= 1
+    assert "loader/workers/fetch/p99_s" in writer.found
+
+
+def test_one_of_many_quick_batches_stands_for_the_others() -> None:
+    with DataLoader(Numbered(8000), 1, num_workers=1) as loader:
+        report, _ = with_profile(loader)
+        assert report.batches == 8000
+        assert max(len(report.made), len(report.returned)) < 4000
+        ((measured, each_s),) = report.by_worker.values()
+        assert 6000 < measured <= 8000
+        assert each_s * 8000 < loader.statistics().iterating_s
+        assert report.total_s == pytest.approx(loader.statistics().iterating_s, rel=0.2)
 
 
 def test_figures_are_asked_for_inside_the_block_or_after_it() -> None:

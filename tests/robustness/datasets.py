@@ -26,6 +26,17 @@ class Dicts(Numbered):
         return {f"leaf{n}": torch.full((4,), index + n) for n in range(self.leaves)}
 
 
+class Records(Numbered):
+    """Labels of 600,000 records, which are Python objects."""
+
+    def __init__(self) -> None:
+        super().__init__(600_000)
+        self.samples = [{"path": f"folder/{n}.jpeg", "label": n + 1000} for n in range(self.length)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]["label"]
+
+
 class Eats(Numbered):
     """Sample ``at`` allocates and touches ``nbytes`` of private memory."""
 

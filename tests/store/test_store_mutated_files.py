@@ -39,8 +39,15 @@ ROWS: list[Any] = [
     for n in range(40)
 ]
 
+LARGE: list[Any] = [
+    {"by": {f"key {n}": {"a": n} for n in range(300)}},
+    {"by": {"a": {"b": {f"word {n}": {"c": {}} for n in range(300)}}, "rows": [["x", 1.5] * 40] * 30}},
+    {"by": {"a": None}},
+]
+
 READS = """
 import random, sys, traceback, warnings
+from collections.abc import Mapping
 import shmloader
 from pathlib import Path
 warnings.simplefilter("ignore")
@@ -66,12 +73,20 @@ def mutate(data):
         elif data:
             data[place(data)] = dice.choice([0, 1, 127, 128, 255, dice.randrange(256)])
 
+def walk(value):
+    if isinstance(value, Mapping):
+        for key in value:
+            walk(value.get(key))
+    elif isinstance(value, (list, shmloader.store.Store)):
+        for one in value:
+            walk(one)
+
 def read(store, is_small):
     some = range(len(store))
     if len(some) > 1000:
         some = [*range(20), *dice.sample(some, 50), len(store) - 1]
     for number in some:
-        store[number]
+        walk(store[number])
     if len(store):
         store.take([0, len(store) - 1] * 20)
         for name in store[0]:
@@ -82,7 +97,9 @@ def read(store, is_small):
             list(map(column.__getitem__, some))
     if is_small:
         list(store)
+        list(store.plain())
         store.to_arrow()
+        repr(store)
 
 for source in map(Path, sources):
     good = source.read_bytes()
@@ -151,6 +168,7 @@ def write_small(path: Path, **options: Any) -> None:
 
 FILES: dict[str, Callable[[Path], None]] = {
     "every kind.arrow": lambda path: share(ROWS).save(path),
+    "large containers.arrow": lambda path: share(LARGE).save(path),
     "stream.arrow": write_small,
     "compressed stream.arrow": lambda path: write_small(path, compression="zstd"),
     "one batch.arrow": lambda path: write_large(path, 1 << 20),

@@ -293,3 +293,12 @@ def test_a_window_that_is_read_as_a_sequence_gives_new_lists() -> None:
         next(iter(window)).append(5)
     with pytest.raises(IndexError):
         window[10]
+
+
+def test_what_a_set_gives_a_shared_set_gives() -> None:
+    members, others = set(range(300)), {5, 500}
+    shared = shmloader.share(members)
+    for method in ("union", "intersection", "difference", "symmetric_difference", "issubset", "issuperset"):
+        assert same(getattr(shared, method)(others), getattr(members, method)(others))
+    assert same(shared.union([1000], {2000}), members | {1000, 2000})
+    assert same(shared.copy(), members)

@@ -167,6 +167,20 @@ def test_threads_and_the_main_process_are_left_alone() -> None:
             assert not loader.statistics().placed_sites
 
 
+def test_threads_that_keep_batches_leave_torchs_names_alone() -> None:
+    kept: list[torch.Tensor] = []
+
+    def collate(rows: list[torch.Tensor]) -> torch.Tensor:
+        kept.append(torch.stack(rows, out=shmloader.empty(32, 4096)))
+        return kept[-1]
+
+    own = torch.Tensor.resize_
+    with shmloader.DataLoader(Rows(), 32, num_workers=1, worker_type="thread", collate_fn=collate) as loader:
+        assert len(list(loader)) == 10
+        assert loader.statistics().detached
+    assert torch.Tensor.resize_ is own
+
+
 class Keeper:
     """A collate function that keeps every batch, and looks at those that it has kept."""
 

@@ -1,0 +1,113 @@
+"""Objects that stand for names of torch's while a program's function runs; see `placement`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shmloader.worker.placed_calls import CALLS, PlacedCall, own_call
+
+
+class StandIn:
+    """Stands for a name of torch's while the program's function runs."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._before = vars(owner).get(name)  # None for what a class inherits
+        self._own = getattr(owner, name)
+
+    def replace(self) -> None:
+        """Take the name, unless the program has given it a function of its own."""
+        if vars(self._owner).get(self._name) is self._before:
+            setattr(self._owner, self._name, self)
+
+    def put_back(self) -> None:
+        """Put the former function back, unless the program has put another one there."""
+        if vars(self._owner).get(self._name) is not self:
+            return
+        if self._before is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+
+class Replacement(StandIn):
+    """Stands for one of the calls; a program that keeps it has torch's own call at any other time."""
+
+    def __init__(self, call: PlacedCall, make: Callable[..., Any]) -> None:
+        super().__init__(call.owner, call.name)
+        self.call = call
+        self._make = make
+        if call.of_class:
+            self._own = self._own.__func__
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Make the call: in the slot, or by torch's own function."""
+        return self._make(self.call, self._own, arguments, named)
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if self.call.of_class:
+            return functools.partial(self, owner)
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+    def __reduce__(self) -> Any:
+        return own_call, (CALLS.index(self.call),)
+
+    def is_own(self, value: object) -> bool:
+        """Whether a value is torch's own function."""
+        return value is self._own
+
+
+class Resize(StandIn):
+    """Stands for a call that resizes: what was placed is moved first.
+
+    Not once the call has failed: a tensor then has its new shape without the memory for it.
+    """
+
+    def __init__(self, move: Callable[[Any], None], owner: Any, name: str) -> None:
+        super().__init__(owner, name)
+        self._move = move
+        self._stays = False
+
+    def stay(self) -> None:
+        """Take the name for good."""
+        self._stays = True
+        self.replace()
+
+    def put_back(self) -> None:
+        """Put the former function back, unless this one stays."""
+        if not self._stays:
+            super().put_back()
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, resized: Any, *arguments: Any, **named: Any) -> Any:
+        """Move the storage, and resize."""
+        if type(resized) is torch.UntypedStorage and resized.device.type == "cpu":
+            self._move(resized)
+        elif type(resized) is torch.Tensor and resized.is_cpu and resized.layout is torch.strided:
+            self._move(resized.untyped_storage())
+        return self._own(resized, *arguments, **named)
+
+
+class Compile(StandIn):
+    """Stands for ``torch.jit.script``, and ``torch.compile``, whose first call imports the compiler."""
+
+    def __init__(self, before: Callable[[], None], owner: Any, name: str) -> None:
+        super().__init__(owner, name)
+        self._before_call = before
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Make the call, when the compiler can find torch's own names."""
+        self._before_call()
+        return self._own(*arguments, **named)
