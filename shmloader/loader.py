@@ -312,7 +312,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Iterators, the samplers, the workers and the program's random generators stay as they are. The order
         must follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
         torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
-        and batch size, or of the resumed rest of the epoch in progress.
+        and batch size, or of the resumed rest of the epoch in progress or of the state that was loaded.
 
         What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for the
         epoch in progress or of a state that was loaded before; with ``persistent_workers`` also for other

@@ -20,7 +20,7 @@ from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Progress
 from shmloader.resume.readers import Epoch, Readers
 from shmloader.resume.stream_progress import rules_for
-from shmloader.resume.user_states import pack_user_state
+from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.settings import Settings
 
 
@@ -182,6 +182,19 @@ class States:
         number += epoch - known
         return (base_seed, number) if epoch == known or (persistent and number >= 0) else None
 
+    def begin_of(self, loaded: State | None) -> tuple[int | None, Mapping[str, Any] | None]:
+        """The sampler's epoch in progress, or of a loaded state, and the sampler's state at its beginning.
+
+        The latter for samplers that divide a global order; None for an epoch's first batch.
+        """
+        if loaded is not None:
+            text = loaded["sampler_state"]
+            return loaded["sampler_epoch"], unpack_user_state(text) if text else None
+        if self.readers.latest is None:
+            return None, None
+        progress = self.readers.latest.progress
+        return progress.sampler_epoch, progress.sampler_begin
+
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
         latest = self.readers.latest
@@ -270,7 +283,9 @@ def _sampler_keys(epoch: Epoch, taken: int) -> State:
     tracked = progress.tracked
     sharded, stateful = samplers.sharded_sampler(index_sampler), samplers.sampler_with_state(index_sampler)
     if sharded is not None:
-        begun = progress.sampler_begin if epoch.next is not None else None
+        # The sampler is in a later epoch, or the program has told it of one already.
+        is_past = epoch.next is not None or sharded.epoch != progress.sampler_epoch
+        begun = progress.sampler_begin if is_past else None
         state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1), begun)
         return {"sampler_state": json.dumps(state)}
     if tracked is None:

@@ -212,6 +212,59 @@ def test_in_a_resumed_epoch_batches_are_those_of_the_ranks_that_continue() -> No
         assert [after.batch(1, number) for number in range(2, 2 + len(rest))] == rest
 
 
+@pytest.mark.parametrize("kind", ["sharded", "mixture", "tokens"])
+def test_batches_of_other_epochs_do_not_depend_on_a_state_of_other_ranks(kind: str) -> None:
+    """Before the state's epoch goes on, and after it; those of its rest are known before it goes on."""
+    whole = loader_of(kind, 2, 1, draws=False)
+    whole.set_epoch(2)
+    of_two = [[sample[0] for sample in batch] for batch in whole]
+    before = loader_of(kind, 3, 0, draws=False)
+    before.set_epoch(1)
+    list(itertools.islice(before, 3))
+    after = loader_of(kind, 2, 1, draws=False)
+    after.load_state_dict(before.state_dict())
+    numbers = (2, 5, len(of_two) - 1)
+
+    def made() -> list[list[int]]:
+        return [[sample[0] for sample in after.batch(2, number)] for number in numbers]
+
+    assert made() == [of_two[number] for number in numbers]
+    found = [after.batch(1, number) for number in (3, 4)]
+    rest = list(after)
+    assert found == rest[:2]
+    after.set_epoch(2)
+    assert made() == [of_two[number] for number in numbers]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_batch_has_the_weights_that_the_next_iteration_begins_with(resumed: bool) -> None:
+    loader = loader_of("mixture", draws=False)
+    first = list(itertools.islice(loader, 3)) if resumed else list(loader)
+    if resumed:
+        state = loader.state_dict()
+        loader = loader_of("mixture", draws=False)
+        loader.load_state_dict(state)
+    loader.sampler.set_weights({"a": 30, "b": 1})
+    if not resumed:
+        assert loader.batch(0, 2) == first[2]  # of the epoch that is over
+        loader.sampler.set_epoch(1)
+    found = [loader.batch(int(not resumed), number) for number in (3, 6)]
+    later = list(loader)
+    assert found == [later[number - 3 * resumed] for number in (3, 6)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "mixture", "tokens"])
+def test_a_state_stays_that_of_its_epoch_when_the_next_one_is_set(kind: str) -> None:
+    """The next epoch may be shorter than what was consumed of this one."""
+    for epoch in range(6):
+        loader = loader_of(kind, draws=False)
+        loader.set_epoch(epoch)
+        list(itertools.islice(loader, len(loader) - 1))
+        state = loader.state_dict()
+        loader.set_epoch(epoch + 1)
+        assert loader.state_dict() == state
+
+
 class Bad(Dataset[int]):
     def __len__(self) -> int:
         return 8
