@@ -122,6 +122,16 @@ def test_a_state_lists_what_is_to_be_left_out_shortly() -> None:
     assert again.state_dict()["finished"]
 
 
+@pytest.mark.timeout(60)
+def test_the_end_of_an_epoch_is_left_out_at_once() -> None:
+    """However long the range is: it took the square of its length."""
+    loader = loader_of("sequential")
+    next(iter(loader))
+    loader.load_state_dict(skip_batches(loader.state_dict(), range(3, 1_000_000)))
+    assert len(list(loader)) == 2
+    assert loader.state_dict()["finished"]
+
+
 def test_what_cannot_be_left_out_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
@@ -134,6 +144,8 @@ def test_what_cannot_be_left_out_is_refused() -> None:
     state = loader.state_dict()
     with pytest.raises(ValueError, match=r"in steps of 1, and not range\(0, 4, 2\)"):
         skip_batches(state, range(0, 4, 2))
+    with pytest.raises(ValueError, match="has 9,999,999,999 batches, and 10,000,000 can be left out"):
+        skip_batches(state, range(1, 10**10))
     with pytest.raises(ValueError, match="from 0 on"):
         skip_batches(state, range(-1, 4))
     with pytest.raises(ResumeError, match="damaged"):
