@@ -8,14 +8,14 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, SequentialSampler
 
 from shmloader.errors import NoGoodSample, ResumeError
 from shmloader.failures.bad_samples import LEFT_OUT, Report
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
-from shmloader.settings import Settings
+from shmloader.settings import THREAD, Settings
 from shmloader.worker.epoch_settings import owners_in
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
@@ -65,7 +65,7 @@ def batch_of(
         )
     index_batch = _index_batch(settings.index_sampler, epoch, number, begin)
     rules = FetchRules.of(settings, None)
-    with _told(settings.dataset, epoch, told), other_global_states():
+    with _told(settings, epoch, told), other_global_states():
         dataset, seeding = settings.dataset, None
         if settings.seeds_samples and seeds is not None:
             seeding = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
@@ -119,9 +119,17 @@ def _batched(index_sampler: Any, inner: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _told(dataset: Any, epoch: int, told: int | None) -> Iterator[None]:
+def _told(settings: Settings, epoch: int, told: int | None) -> Iterator[None]:
     """Tell the dataset of an epoch meanwhile, if the program tells it of epochs."""
-    owners = [] if told is None else owners_in(dataset)
+    owners = [] if told is None or told == epoch else owners_in(settings.dataset)
+    if owners and settings.num_workers and settings.worker_type == THREAD:
+        for one in (settings.dataset, *owners):
+            if not isinstance(one, Dataset) or hasattr(one, "__copy__"):
+                raise ResumeError(
+                    f"the worker threads share {type(one).__qualname__}, which was told of epoch {told}, and "
+                    f"would read epoch {epoch} too: let it be a torch Dataset without __copy__, or make the "
+                    "batch in a loader with num_workers=0"
+                )
     try:
         for owner in owners:
             owner.set_epoch(epoch)

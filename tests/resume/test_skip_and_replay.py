@@ -277,6 +277,39 @@ def test_a_state_stays_that_of_its_epoch_when_the_next_one_is_set(kind: str) -> 
         assert loader.state_dict() == state
 
 
+class Shared:
+    """No dataset of torch's: worker threads share it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_worker_threads_do_not_read_another_epoch_while_a_batch_is_made() -> None:
+    loader: Any = DataLoader(
+        Shared(),  # type: ignore[arg-type]
+        batch_size=4,
+        num_workers=1,
+        worker_type="thread",
+        collate_fn=identity,
+    )
+    with loader:
+        loader.set_epoch(3)
+        batches = list(loader)
+        assert loader.batch(3, 2) == batches[2]
+        with pytest.raises(ResumeError, match="threads share Shared, which was told of epoch 3, and would"):
+            loader.batch(1, 2)
+        assert loader.dataset.epoch == 3
+
+
 class Bad(Dataset[int]):
     def __len__(self) -> int:
         return 8
