@@ -314,9 +314,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
         and batch size, or of the resumed rest of the epoch in progress or of the state that was loaded.
 
-        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for the
-        epoch in progress or of a state that was loaded before; with ``persistent_workers`` also for other
-        epochs. Without it, it is drawn from the program's generators as they are, which no worker had. What
+        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for
+        epochs that this loader has begun and that of a state that was loaded before; with
+        ``persistent_workers`` also for others, if their numbers go up by 1. Without it, it is drawn from the program's generators as they are, which no worker had. What
         ``worker_init_fn`` or ``get_worker_info()`` change in a dataset is not there. A dataset with
         ``set_epoch()`` is told of the epoch meanwhile: without workers, let no other thread iterate then.
 

@@ -198,6 +198,19 @@ def test_a_batch_needs_no_training_but_a_state_for_its_seeds() -> None:
     assert [sample[0] for sample in plain.batch(3, 5)] == [sample[0] for sample in batches[5]]
 
 
+def test_epochs_whose_numbers_have_gaps_keep_their_seeds() -> None:
+    loader = loader_of("sharded", num_workers=1, persistent_workers=True)
+    epochs = {}
+    for epoch in (0, 2, 4):
+        loader.set_epoch(epoch)
+        epochs[epoch] = list(loader)
+    for epoch, batches in epochs.items():
+        assert loader.batch(epoch, 3) == batches[3]
+    with pytest.raises(ResumeError, match="does not know that of epoch 3"):
+        loader.batch(3, 3)
+    loader.close()
+
+
 def test_a_batch_of_changed_weights_is_that_of_the_state() -> None:
     loader = loader_of("mixture", draws=False)
     iterator = iter(loader)
