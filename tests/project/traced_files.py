@@ -1,8 +1,8 @@
 """Files of shmloader that a plain batch and ``iter()`` enter: ``python tests/project/traced_files.py``.
 
 Traced in the main process and in a forked worker, once all imports are done: a file counts when a function in
-it is called. In the main process it counts if most batches enter it: what forked workers copy is looked at every
-0.2 seconds, whatever the number of batches.
+it is called. In the main process it counts if most batches enter it: what forked workers copy is looked at
+every 0.2 seconds, whatever the number of batches.
 """
 
 import collections
