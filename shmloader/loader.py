@@ -316,9 +316,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
         What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for
         epochs that this loader has begun and that of a state that was loaded before; with
-        ``persistent_workers`` also for others, if their numbers go up by 1. Without it, it is drawn from the program's generators as they are, which no worker had. What
-        ``worker_init_fn`` or ``get_worker_info()`` change in a dataset is not there. A dataset with
-        ``set_epoch()`` is told of the epoch meanwhile: without workers, let no other thread iterate then.
+        ``persistent_workers`` also for others, if their numbers go up by 1. Without it, it is drawn from the
+        program's generators as they are, which no worker had. What ``worker_init_fn`` or
+        ``get_worker_info()`` change in a dataset is not there. A dataset with ``set_epoch()`` is told of the
+        epoch meanwhile: without workers, let no other thread iterate then.
 
         Args:
             epoch: The number that the program passes to `set_epoch`.
