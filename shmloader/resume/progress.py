@@ -197,7 +197,7 @@ class Progress:
                 f"there is no state from so far back, {count:,} batches before the last {HISTORY:,}: with "
                 "in_order=False only those are kept"
             )
-        first = min(undone, default=self.taken)
+        first = min({*undone, self.taken})  # the first that has not come may be before them
         return _joined(first, sorted({*range(first, self.taken), *self.behind} - undone))
 
 

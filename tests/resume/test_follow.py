@@ -18,6 +18,7 @@ from stream_datasets import Numbers, StatefulShards, Uneven
 from stream_datasets import Stateful as StatefulStream
 
 from shmloader import DataLoader, ResumeError, ShardedSampler, TokenBatchSampler
+from shmloader.resume.progress import Progress
 
 # Of streams whose states are not read with each batch.
 pytestmark = pytest.mark.filterwarnings("ignore:to resume, .* samples of the stream are drawn again")
@@ -449,3 +450,16 @@ def test_states_are_right_while_another_thread_reads() -> None:
             assert ints(next(iter(again)))[0] == ints(batch)[-1] + 1
     assert had == 1500
     assert threading.active_count() < 10
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "used", "done"), [((0, 2), 1, 1), ((0, 3, 1), 1, 1), ((2, 0, 1), 1, (0, 2))]
+)
+def test_a_batch_that_is_late_is_not_lost_before_one_that_is_not_used(
+    arrivals: tuple[int, ...], used: int, done: int | tuple[int, ...]
+) -> None:
+    """With in_order=False, the batches that the look-ahead holds may come after one that no one has had."""
+    progress = Progress(0, 0, None, "", None, by_arrival=True)
+    for position in arrivals:
+        progress.take(position)
+    assert progress.done_after(used) == done
