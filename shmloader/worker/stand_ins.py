@@ -33,6 +33,17 @@ class StandIn:
         else:
             setattr(self._owner, self._name, self._before)
 
+    # Torch's compiler looks at names of functions; a program may print or pickle one.
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, self._name)
+
 
 class Replacement(StandIn):
     """Stands for one of the calls; a program that keeps it has torch's own call at any other time."""
@@ -52,12 +63,6 @@ class Replacement(StandIn):
         if self.call.of_class:
             return functools.partial(self, owner)
         return self if instance is None else functools.partial(self, instance)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def __repr__(self) -> str:
-        return repr(self._own)
 
     def __reduce__(self) -> Any:
         return own_call, (CALLS.index(self.call),)

@@ -571,7 +571,7 @@ def test_without_workers(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 
 def test_where_torchs_own_iterator_loads(driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmloader.device.to_device", delivery.to_device)
-    monkeypatch.setattr("shmloader.loading.must_load_as_torch", lambda loader: True)
+    monkeypatch.setattr("shmloader.loading._must_load_as_torch", lambda loader: True)
     loader = DataLoader(Samples(), batch_size=4, device="cuda:1")
     assert sum(1 for _ in loader) == BATCHES
     assert driver.moves == [torch.device("cuda", 1)] * BATCHES
