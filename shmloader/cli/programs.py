@@ -20,7 +20,9 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - until this process ends
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)  # also for what is still to be flushed
+        os.close(nowhere)
 
 
 def start_program(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | int:

@@ -1,4 +1,4 @@
-"""`TarDataset`: samples of tar archives, over an index of their members. Loading never imports it."""
+"""`TarDataset`: samples of tar archives, over an index of their members. No module that loads imports it."""
 
 from shmloader.tar.dataset import TarDataset
 from shmloader.tar.decoders import DECODERS
