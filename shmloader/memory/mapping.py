@@ -42,12 +42,14 @@ _allowed: set[str] = set()  # functions of `os` that worked when they were tried
 def _load_libc() -> tuple[Any, str | None]:
     """The C library, with the signatures of its functions; or None, and the reason."""
     pointer, size, number, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+    word = ctypes.c_ulong
     signatures = {
         "mmap": (pointer, pointer, size, number, number, number, offset),
         "mremap": (pointer, pointer, size, size, number, pointer),
         "madvise": (number, pointer, size, number),
         "mprotect": (number, pointer, size, number),
         "fallocate": (number, number, number, offset, offset),
+        "prctl": (number, number, pointer, word, word, word),
     }
     try:
         library = ctypes.CDLL(None)

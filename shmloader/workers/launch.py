@@ -19,6 +19,7 @@ from shmloader.worker import parent_watch
 from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
 from shmloader.worker.loop import Loop
+from shmloader.worker.names import name_worker
 from shmloader.worker.random_state import seed_worker_process
 from shmloader.worker.ray_calls import refuse_ray
 from shmloader.workers.spawn_payload import take_arguments
@@ -77,6 +78,7 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
     """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
     gc.freeze()  # and once more below: a collection would visit, and so copy, all that a fork shares
+    name_worker(given.worker_id)  # also while it imports
     parent_watch.begin(main_pid, by_leader)
     answer_with_stacks(pipes.stacks)
     try:
@@ -85,6 +87,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
         report_start_error(pipes.stacks)
         raise SystemExit(1) from None
     gc.freeze()
+    name_worker(arguments.worker_id, arguments.dataset)
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)

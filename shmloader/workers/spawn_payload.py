@@ -9,6 +9,7 @@ once until it is changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -35,6 +36,7 @@ from shmloader.worker.loop import WorkerArguments
 from shmloader.workers.base import MakeArguments
 
 _LARGE_NBYTES = 64 << 10  # an array that is worth a place of its own
+_REFUSALS = (pickle.PicklingError, AttributeError, TypeError, WorkerStartError)  # of a lambda, say
 
 
 class SpawnPayload:
@@ -78,10 +80,21 @@ class SpawnPayload:
         return _Sent(worker_id, Descriptor(self._stream_fd), self._stream_nbytes, arrays, passed)
 
     def _pickle(self) -> None:
-        self.close()
+        arguments = self._make_arguments(0)  # each worker puts its own number in
+        kind: Any = reduction.ForkingPickler
         try:
-            self._stream_fd = os.memfd_create("shmloader-arguments")
-            self._write(self._make_arguments(0))  # each worker puts its own number in
+            try:
+                self._write(arguments, kind)
+            except _REFUSALS:
+                from shmloader.workers.unpicklable import by_value_pickler
+
+                if (by_value := by_value_pickler(main_is_file=not _is_interactive())) is None:
+                    raise
+                kind = by_value
+                try:
+                    self._write(arguments, kind)
+                except Exception as error:
+                    raise error from None  # the first one may be about a lambda, which is no longer refused
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
                 error.add_note(
@@ -90,15 +103,32 @@ class SpawnPayload:
                     "multiprocessing_context='fork'."
                 )
             elif not isinstance(error, LoaderError):
+                advice = self._name_refused(arguments, kind)
                 error.add_note(
                     f"A shmloader worker could not be started with start method {self._method!r}, which "
-                    "pickles the dataset, collate_fn and worker_init_fn. Use classes and functions defined "
-                    "at the top of a module (no lambdas), or multiprocessing_context='fork'."
+                    f"pickles the dataset, collate_fn and worker_init_fn. {advice} Or pass "
+                    "multiprocessing_context='fork'."
                 )
             self.close()
             raise
 
-    def _write(self, arguments: WorkerArguments) -> None:
+    def _name_refused(self, arguments: WorkerArguments, kind: Any) -> str:
+        """A sentence on the part of the arguments that cannot be pickled."""
+        from shmloader.workers.unpicklable import describe_refused
+
+        nowhere = SimpleNamespace(write=len)
+
+        def dump(value: Any) -> None:
+            self._dump(value, kind, nowhere, [], lambda _: False)
+
+        told = ""
+        with contextlib.suppress(Exception):  # looking runs the program's own methods once more
+            told = describe_refused(arguments, dump, by_value=kind is not reduction.ForkingPickler)
+        return told or "Use classes and functions defined at the top of a module (no lambdas)."
+
+    def _write(self, arguments: WorkerArguments, kind: Any) -> None:
+        self.close()
+        self._stream_fd = os.memfd_create("shmloader-arguments")
         large: list[memoryview] = []
         # Whose objects take any buffer as their memory.
         owners = np.ndarray, getattr(sys.modules.get("pyarrow"), "Buffer", np.ndarray)
@@ -111,25 +141,7 @@ class SpawnPayload:
             return False
 
         with os.fdopen(self._stream_fd, "wb", closefd=False) as file:
-            main: Any = sys.modules.get("__main__")
-            interactive = main and getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
-            kind = _InteractivePickler if interactive else reduction.ForkingPickler
-            self._pickler = kind(file, 5, True, goes_into_the_stream)
-            table = self._pickler.dispatch_table
-            for type_ in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
-                if type_ in table:
-                    table[type_] = functools.partial(self._reduce_as_torch, table[type_])
-            table[np.ndarray] = table[np.memmap] = functools.partial(
-                _reduce_array, hooks.make_array_reducer()
-            )
-            # For objects that can only be pickled to a process that is being started, and for their
-            # descriptors.
-            receiver: Any = _Receiver(self._passed)
-            set_spawning_popen(receiver)
-            try:
-                self._pickler.dump(arguments)
-            finally:
-                set_spawning_popen(None)
+            self._dump(arguments, kind, file, self._passed, goes_into_the_stream)
             self._stream_nbytes = self.pickled_nbytes = file.tell()
             places: list[_Place] = []
             if large:
@@ -142,6 +154,24 @@ class SpawnPayload:
                         arrays.write(view)
                         places.append((begin, self.arrays_nbytes))
             pickle.dump(places, file)
+
+    def _dump(self, value: Any, kind: Any, file: Any, passed: list[int], callback: Any) -> None:
+        """Pickle to a file; ``callback`` is told of buffers, ``passed`` gets the descriptors of handles."""
+        if kind is reduction.ForkingPickler and _is_interactive():
+            kind = _InteractivePickler
+        self._pickler = kind(file, 5, True, callback)
+        table = self._pickler.dispatch_table
+        for type_ in (torch.Tensor, torch.nn.Parameter, torch.UntypedStorage):
+            if type_ in table:
+                table[type_] = functools.partial(self._reduce_as_torch, table[type_])
+        table[np.ndarray] = table[np.memmap] = functools.partial(_reduce_array, hooks.make_array_reducer())
+        # For objects that can only be pickled to a process that is being started, and for their descriptors.
+        receiver: Any = _Receiver(passed)
+        set_spawning_popen(receiver)
+        try:
+            self._pickler.dump(value)
+        finally:
+            set_spawning_popen(None)
 
     def _reduce_as_torch(self, reduce: Callable[[Any], Any], value: Any) -> Any:
         """Reduce as torch does; notes memory that torch counts for one receiver, as an accelerator's."""
@@ -188,6 +218,12 @@ _Place = tuple[int, int]
 """Begin and end of an array's memory, in bytes. The pickle knows whether the array is read-only."""
 
 
+def _is_interactive() -> bool:
+    """Whether the program's ``__main__`` is no file, which workers could import."""
+    main: Any = sys.modules.get("__main__")
+    return bool(main) and getattr(main, "__spec__", None) is None and not hasattr(main, "__file__")
+
+
 class _InteractivePickler(reduction.ForkingPickler):
     """Refuses what a worker cannot import: classes and functions of an interactive ``__main__``."""
 
@@ -197,8 +233,8 @@ class _InteractivePickler(reduction.ForkingPickler):
             raise WorkerStartError(
                 f"the dataset, collate_fn or worker_init_fn uses {value.__qualname__!r}, which is defined "
                 "in an interactive session (__main__): worker processes started with 'spawn' or 'forkserver' "
-                "cannot import it. Put it in a module file and import it from there, or pass "
-                "multiprocessing_context='fork'."
+                "cannot import it. Put it in a module file and import it from there, install cloudpickle "
+                "(which sends it by value), or pass multiprocessing_context='fork'."
             )
         return NotImplemented
 

@@ -28,6 +28,7 @@ from shmloader.torch_private import use_one_core_in_this_thread
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.links import ThreadLink
 from shmloader.worker.loop import Loop, WorkerArguments
+from shmloader.worker.names import name_worker
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
@@ -204,6 +205,7 @@ def _run(arguments: Any, link: ThreadLink) -> None:
     ended_by: BaseException | None = None
     pid = os.getpid()
     try:
+        name_worker(arguments.worker_id, arguments.dataset)
         use_one_core_in_this_thread()
         Loop(arguments, link).run()
     except BaseException as error:  # noqa: BLE001 - the main process raises it

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -234,6 +235,8 @@ def test_importing_has_no_side_effect() -> None:
 def test_a_dataset_of_an_interactive_session_gets_advice(method: str) -> None:
     result = _python(
         f"""
+        import sys
+        sys.modules["cloudpickle"] = None  # which could send it
         from torch.utils.data import Subset
         from shmloader import DataLoader, WorkerStartError
         class Mine:
@@ -252,7 +255,25 @@ def test_a_dataset_of_an_interactive_session_gets_advice(method: str) -> None:
     assert "fork" in result.stdout
 
 
-def test_what_cannot_be_pickled_is_explained() -> None:
+def test_classes_of_an_interactive_session_work_with_cloudpickle() -> None:
+    pytest.importorskip("cloudpickle")
+    result = _python(
+        """
+        from torch.utils.data import Subset
+        from shmloader import DataLoader
+        class Mine:
+            def __len__(self): return 4
+            def __getitem__(self, i): return i + OFFSET
+        OFFSET = 10
+        loader = DataLoader(Subset(Mine(), [0, 3]), num_workers=1, multiprocessing_context="spawn")
+        print([int(batch) for batch in loader])
+        """
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "[10, 13]\n", "")
+
+
+def test_what_cannot_be_pickled_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)  # which could send it
     loader = DataLoader(Numbered(4), collate_fn=lambda x: x, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(Exception, match="pickle") as caught:
         iter(loader)
