@@ -44,7 +44,7 @@ class Lease(weakref.ref[ByteArray]):
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A slot and the task in it, as the main process sees them. Only `PlaceTable` calls what changes it."""
+    """A slot and the task in it, in the main process. `PlaceTable` alone changes it, but for the deaths."""
 
     number: int  # of the slot in the segment
     state: PlaceState = FREE
