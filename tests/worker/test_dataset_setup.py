@@ -235,16 +235,28 @@ def test_passes_at_the_same_time_share_what_is_set_up(tmp_path: Path) -> None:
     assert [call.what for call in calls(tmp_path, "setup", "teardown")] == ["setup", "teardown"]
 
 
-def test_forked_workers_set_up_what_their_parent_has_set_up(tmp_path: Path) -> None:
-    class Again(Opens):
-        def worker_setup(self, info: Any) -> None:
-            self.file = None  # the parent's
-            super().worker_setup(info)
+_PASSES: list[Any] = []  # of the main process, which forked workers have copies of
 
-    dataset = Again(tmp_path)
-    batches = iter(DataLoader(dataset, 4))
-    next(batches)
+
+class DropsParents(Opens):
+    """Each worker sets up what it has from its parent, and lets the parent's pass go in its first sample."""
+
+    def worker_setup(self, info: Any) -> None:
+        self.file = None  # the parent's
+        super().worker_setup(info)
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None:
+            _PASSES.clear()
+        return super().__getitem__(index)
+
+
+def test_forked_workers_set_up_and_tear_down_their_own(tmp_path: Path) -> None:
+    dataset = DropsParents(tmp_path)
+    _PASSES.append(iter(DataLoader(dataset, 4)))
+    next(_PASSES[0])
     _epochs(dataset, 1)
-    assert len(list(batches)) == 5
-    assert calls(tmp_path, "setup")[0].worker == -1
-    assert len(calls(tmp_path, "setup")) == len(calls(tmp_path, "teardown")) == 3
+    assert [told for (pid, _), told in by_worker(tmp_path).items() if pid != os.getpid()] == [WHOLE[1:]] * 2
+    assert not calls(tmp_path, "teardown")[2:]
+    assert len(list(_PASSES.pop())) == 5
+    assert calls(tmp_path, "teardown")[2].pid == os.getpid()
