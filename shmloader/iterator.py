@@ -252,7 +252,7 @@ class SlotIterator(torch_private.OwnOrder):
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
-            recorder.begin_next(self._counters.wait_for_workers_ns)
+            self._begin_recorded(recorder)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         copies = self._copies
@@ -279,6 +279,13 @@ class SlotIterator(torch_private.OwnOrder):
                 return batch
             self._progress.keep()
         raise self._end_epoch()
+
+    def _begin_recorded(self, recorder: Recorder) -> None:
+        try:
+            recorder.begin_next(self._counters.wait_for_workers_ns)
+        except Exception as error:  # of the program's callback; nothing is taken yet
+            self._lifecycle.expect(error)
+            raise
 
     def _end_epoch(self) -> StopIteration:
         try:

@@ -312,19 +312,22 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         Iterators, the samplers, the workers and the program's random generators stay as they are. The order
         must follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
         torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
-        and batch size, or of the resumed rest of the epoch in progress.
+        and batch size, or of the resumed rest of the epoch in progress or of the state that was loaded.
 
-        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for the
-        epoch in progress or of a state that was loaded before; with ``persistent_workers`` also for other
-        epochs. Without it, it is drawn from the program's generators as they are, which no worker had. What
-        ``worker_init_fn`` or ``get_worker_info()`` change in a dataset is not there.
+        What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for
+        epochs that this loader has begun and that of a state that was loaded before; with
+        ``persistent_workers`` also for others, if their numbers go up by 1. Without it, it is drawn from the
+        program's generators as they are, which no worker had. What ``worker_init_fn`` or
+        ``get_worker_info()`` change in a dataset is not there. A dataset with ``set_epoch()`` is told of the
+        epoch meanwhile: without workers, let no other thread iterate then.
 
         Args:
             epoch: The number that the program passes to `set_epoch`.
             number: The step, from 0 on.
 
         Raises:
-            ResumeError: If the order or the seeds cannot be known, with the reason.
+            ResumeError: If the order or the seeds cannot be known, with the reason, or if worker threads
+                share the dataset, which was told of another epoch.
             IndexError: If the epoch has no such batch.
         """
         batch: _T_co = loading_of(self).batch(epoch, number)

@@ -219,12 +219,13 @@ class Loading:
 
     def batch(self, epoch: int, number: int) -> Any:
         """A batch by its number; see `DataLoader.batch`."""
-        from shmloader.one_batch import batch_of
+        from shmloader.one_batch import Begin, batch_of
 
         loader = self.loader()
         loaded = _loaded_state(loader)
         seeds = self.states.seeds_of(epoch, loaded)
-        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.set_epoch, loaded)
+        begin = Begin(*self.states.begin_of(loaded), is_loaded=loaded is not None)
+        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.set_epoch, begin)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, SequentialSampler
 
 from shmloader.errors import NoGoodSample, ResumeError
 from shmloader.failures.bad_samples import LEFT_OUT, Report
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
-from shmloader.resume.compatibility import State
-from shmloader.resume.replay import load_place
-from shmloader.settings import Settings
+from shmloader.settings import THREAD, Settings
 from shmloader.worker.dataset_setup import set_up
 from shmloader.worker.epoch_settings import owners_in
 from shmloader.worker.fetcher import FetchRules
@@ -28,8 +26,22 @@ Seeds = tuple[int, int]
 """An iterator's base seed, and the number of its epochs before one."""
 
 
+class Begin(NamedTuple):
+    """Where the epoch in progress was begun, or that of a loaded state will be.
+
+    Attributes:
+        epoch: The sampler's, or None.
+        state: Of the sampler, if it divides a global order; None for the epoch's first batch.
+        is_loaded: Whether the loader has not continued from the state yet.
+    """
+
+    epoch: int | None
+    state: Mapping[str, Any] | None
+    is_loaded: bool
+
+
 def batch_of(
-    settings: Settings, epoch: int, number: int, seeds: Seeds | None, told: int | None, loaded: State | None
+    settings: Settings, epoch: int, number: int, seeds: Seeds | None, told: int | None, begin: Begin
 ) -> Any:
     """A loader's batch of a number in an epoch; see `DataLoader.batch`.
 
@@ -39,7 +51,7 @@ def batch_of(
         number: From 0 on, on this rank.
         seeds: Of the epoch, or None if they are not known.
         told: The epoch that the dataset was told last, or None.
-        loaded: The state that was loaded and not continued from yet, or None.
+        begin: Where the epoch in progress was begun.
     """
     if settings.is_iterable:
         raise ResumeError(
@@ -52,9 +64,9 @@ def batch_of(
             f"samples are seeded from the base seed of their epoch, and this loader does not know that of "
             f"epoch {epoch}: load a state of epoch {epoch} first, or pass seed_per_sample=False"
         )
-    index_batch = _index_batch(settings.index_sampler, epoch, number, loaded)
+    index_batch = _index_batch(settings.index_sampler, epoch, number, begin)
     rules = FetchRules.of(settings, None)
-    with _told(settings.dataset, epoch, told), other_global_states(), set_up(settings.dataset):
+    with _told(settings, epoch, told), other_global_states(), set_up(settings.dataset):
         dataset, seeding = settings.dataset, None
         if settings.seeds_samples and seeds is not None:
             seeding = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
@@ -68,7 +80,7 @@ def batch_of(
     return batch
 
 
-def _index_batch(index_sampler: Any, epoch: int, number: int, loaded: State | None) -> Any:
+def _index_batch(index_sampler: Any, epoch: int, number: int, begin: Begin) -> Any:
     """The index batch of a number in an epoch, drawn from a copy of the sampler."""
     inner: Any = copy.copy(sampler_of_indices(index_sampler))
     sampler = _batched(index_sampler, inner)
@@ -76,12 +88,13 @@ def _index_batch(index_sampler: Any, epoch: int, number: int, loaded: State | No
     if (sharded := sharded_sampler(sampler)) is not None:
         place = getattr(sampler, "batch_size", 1)
         if isinstance(sharded, MixtureSampler):
-            if loaded is not None:
-                load_place(sharded, loaded)  # with the changes of the weights
+            if begin.is_loaded and begin.epoch is not None and begin.state is not None:
+                sharded.set_epoch(begin.epoch)  # the one that the state is of
+                sharded.load_state_dict(begin.state)  # with the changes of the weights
             batches = iter(_batched(index_sampler, sharded.at(epoch, number, place)))
         else:
-            if epoch != sharded.epoch:
-                sharded.load_state_dict({"consumed": 0, "batches": 0})
+            state = begin.state if begin.epoch == epoch else None
+            sharded.load_state_dict(state or {"consumed": 0, "batches": 0})
             sharded.set_epoch(epoch)
             sharded.load_state_dict(sharded.state_after(number, place))
             batches = iter(sampler)
@@ -107,9 +120,17 @@ def _batched(index_sampler: Any, inner: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _told(dataset: Any, epoch: int, told: int | None) -> Iterator[None]:
+def _told(settings: Settings, epoch: int, told: int | None) -> Iterator[None]:
     """Tell the dataset of an epoch meanwhile, if the program tells it of epochs."""
-    owners = [] if told is None else owners_in(dataset)
+    owners = [] if told is None or told == epoch else owners_in(settings.dataset)
+    if owners and settings.num_workers and settings.worker_type == THREAD:
+        for one in (settings.dataset, *owners):
+            if not isinstance(one, Dataset) or hasattr(one, "__copy__"):
+                raise ResumeError(
+                    f"the worker threads share {type(one).__qualname__}, which was told of epoch {told}, and "
+                    f"would read epoch {epoch} too: let it be a torch Dataset without __copy__, or make the "
+                    "batch in a loader with num_workers=0"
+                )
     try:
         for owner in owners:
             owner.set_epoch(epoch)

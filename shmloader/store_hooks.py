@@ -6,7 +6,7 @@ The loader's own parts import nothing of the store. Without it no value is a sto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +54,11 @@ class StoreHooks:
     watch_copies: Callable[[Any, Sequence[Any], Any, int], CopyWatch | None] = lambda *_: None
     advise_sharing: Callable[[Any], str] = lambda _: ""
     make_array_reducer: Callable[[], Callable[[np.ndarray[Any, Any]], Any]] = lambda: lambda _: None
+
+    def register(self, others: StoreHooks) -> None:
+        """Take the functions of the store."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(others, field.name))
 
 
 hooks = StoreHooks()

@@ -20,7 +20,8 @@ from typing import Any, Self
 
 import psutil
 
-from shmloader.cli.programs import exit_status, forwarded_signals, start_program
+from shmloader.cli.options import MOST_PID, whole_number
+from shmloader.cli.programs import exit_status, forwarded_signals, say, start_program
 from shmloader.memory.process_memory import read_memory
 from shmloader.monitor import Monitor, start
 from shmloader.monitor.inside import REPORTS
@@ -69,7 +70,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--pid", type=int, action="append", default=[], help="follow this process; may be repeated")
+    add(
+        "--pid",
+        type=whole_number(1, MOST_PID),
+        action="append",
+        default=[],
+        help="follow this process; may be repeated",
+    )
     add("--every", type=float, default=1.0, metavar="S", help="least seconds between readings (default 1)")
     add("--picture", type=Path, metavar="PNG", help="draw memory over time when it ends (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write all readings and findings when it ends")
@@ -160,12 +167,12 @@ class _View:
             )
             return
         for finding in self._monitor.findings():
-            if finding.nbytes >= 2 * self._said.get(finding.about, -1):  # new, or twice as large
+            if finding.nbytes > 2 * self._said.get(finding.about, -1):  # new, or twice as large
                 self._said[finding.about] = finding.nbytes
-                print(f"shmloader memory: {finding.text}", file=sys.stderr, flush=True)
+                say(f"shmloader memory: {finding.text}")
         if time.monotonic() - self._shown_s >= _TABLE_EVERY_S:
             self._shown_s = time.monotonic()
-            print(render(self._monitor, self._monitor.last, _width()), file=sys.stderr, flush=True)
+            say(render(self._monitor, self._monitor.last, _width()))
 
 
 def _width() -> int:
@@ -175,8 +182,8 @@ def _width() -> int:
 def _finish(monitor: Monitor, arguments: argparse.Namespace) -> bool:
     """Print the last table, and write what was asked for; returns whether that could be written."""
     peak = monitor.peak
-    print(f"\nat its peak, {peak.time_s:.0f} s after the start:", file=sys.stderr)
-    print(render(monitor, peak, _width()), file=sys.stderr)
+    say(f"\nat its peak, {peak.time_s:.0f} s after the start:")
+    say(render(monitor, peak, _width()))
     try:
         if arguments.json:
             readings = [asdict(reading) | {"pss_nbytes": reading.pss_nbytes} for reading in monitor.readings]
@@ -188,6 +195,6 @@ def _finish(monitor: Monitor, arguments: argparse.Namespace) -> bool:
 
             draw(monitor, arguments.picture)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"error: {error.filename}: {error.strerror}")
         return False
     return True

@@ -7,6 +7,9 @@ import math
 import re
 from collections.abc import Callable
 
+MOST_PID = (1 << 31) - 1
+"""The largest number that may be a process id."""
+
 _FACTORS = {
     "": 1,
     **{unit + "B": 1000**power for power, unit in enumerate("KMGT", 1)},

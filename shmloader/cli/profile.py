@@ -6,13 +6,12 @@ import argparse
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shmloader.cli.programs import exit_status, forwarded_signals, start_program
+from shmloader.cli.programs import exit_status, forwarded_signals, say, start_program
 from shmloader.profiling.program import FOLDER, read_reports
 from shmloader.profiling.report import render, write_trace
 
@@ -25,6 +24,7 @@ shmloader.install() all loaders of torch's class. When it ends, a report on each
 The program's output, signals and exit status stay its own; the report goes to standard error.
 Meanwhile `python -m shmloader top PID` shows the figures so far. docs/profile.md explains them.
 """
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,11 +37,11 @@ def main(words: Sequence[str]) -> int:
         with forwarded_signals(program):
             status = exit_status(program)
         reports = read_reports(Path(folder))
-    print(render_all(reports), file=sys.stderr)
+    say(render_all(reports))
     try:
         _write(arguments, reports)
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        say(f"error: {error.filename}: {error.strerror}")
         return status or 1
     return status
 
@@ -54,7 +54,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--picture", type=Path, metavar="PNG", help="draw the longest loading over time (needs matplotlib)")
+    add(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw the longest loading (.png, .svg or .pdf)",
+    )
     add("--trace", type=Path, metavar="FILE", help="write its last 300 batches as Chrome trace events")
     add("--json", type=Path, metavar="FILE", help="write the figures of all loaders")
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to start, after --")
@@ -65,6 +70,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error("give a program after --")
     if arguments.picture and importlib.util.find_spec("matplotlib") is None:
         parser.error("argument --picture: matplotlib is not installed: pip install 'shmloader[plots]'")
+    if arguments.picture and arguments.picture.suffix.lower() not in _PICTURES:
+        parser.error(f"argument --picture: {arguments.picture} has to end in one of {', '.join(_PICTURES)}")
     for path in filter(None, (arguments.picture, arguments.trace, arguments.json)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no such folder")

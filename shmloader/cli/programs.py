@@ -15,6 +15,14 @@ _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
 
 
+def say(text: str) -> None:
+    """Print to standard error. If nobody reads that any more, the program still goes on to its end."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115 - until this process ends
+
+
 def start_program(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | int:
     """Start a program; if that fails, say why, and return the exit status."""
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from shmloader.cli.options import MOST_PID, whole_number
 from shmloader.cli.profile import render_all
 from shmloader.profiling.program import FOLDER, read_reports
 
@@ -26,7 +27,7 @@ def main(words: Sequence[str]) -> int:
         description="Show where the time of a program's loaders goes, live. The program runs under "
         f"`python -m shmloader profile`, or with {FOLDER}=FOLDER in its environment.",
     )
-    parser.add_argument("pid", type=int, help="the program's process, or that of the profile command")
+    parser.add_argument("pid", type=whole_number(1, MOST_PID), help="the program, or its profile command")
     parser.add_argument("--once", action="store_true", help="print the figures so far, and end")
     arguments = parser.parse_args(words)
     folder = _folder_of(arguments.pid)

@@ -66,10 +66,21 @@ def _prepare(prepare: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build a loader with the class and the options of the one that Ray prepares; torch's as Ray does."""
+    """Build a loader with the class and the options of the one that Ray prepares; torch's as Ray does.
+
+    Raises:
+        ValueError: For a batch sampler of the program's own, which Ray leaves out: it would load sample by
+            sample.
+    """
     original = _original.get()
     if not isinstance(original, DataLoader):
         return _TORCHS(dataset, *args, **kwargs)
+    if original.batch_size is None and original.batch_sampler is not None:
+        raise ValueError(
+            f"Ray leaves out the batch_sampler ({type(original.batch_sampler).__qualname__}) of a loader "
+            "that it divides among ranks. Let the batch sampler divide its batches itself, and call "
+            "prepare_data_loader(loader, add_dist_sampler=False)"
+        )
     options = {name: getattr(original, name) for name in OWN_DEFAULTS}
     options |= {name: getattr(original, name) for name in _LOST}
     return DataLoader(dataset, *args, device=Settings.of(original).device, **(options | kwargs))

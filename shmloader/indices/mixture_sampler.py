@@ -338,15 +338,24 @@ class MixtureSampler(DistributedSampler[int]):
         self._loaded = consumed, batches
 
     def at(self, epoch: int, batches: int, batch_size: int) -> Self:
-        """A copy that begins after a number of batches of an epoch, with the changes so far."""
+        """A copy that begins after a number of batches of an epoch, with the changes so far.
+
+        Those for the next iteration are of an epoch that was not begun, or that a loaded state continues.
+        """
         other = copy.copy(self)
         other._begin_at(epoch, batches, batch_size)  # noqa: SLF001 - of this class
         return other
 
     def _begin_at(self, epoch: int, batches: int, batch_size: int) -> None:
+        if self._next is not None:
+            following = max(self.epoch, self._drawn.epoch + 1)
+            begin = Place(self.epoch if any(self._loaded) else following, self._loaded[0])
+            self._changes, self._next = self._changes | {begin: self._next}, None
+            self._version += 1
+        if epoch != self.epoch:
+            self._loaded = (0, 0)
         self.epoch, self._begins = epoch, [begin for begin in self._begins if begin[0] == epoch]
         self.load_state_dict(self.state_after(batches, batch_size))
-        self._next = None
 
 
 class _SourceOrders:

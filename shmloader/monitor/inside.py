@@ -62,8 +62,9 @@ _listeners: list[Callable[[Report], None]] = []
 
 def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
     """Begin an iterator as ``torchs_iter`` does, and report on the loader."""
-    caller = inspect.currentframe()
-    report = _look(loader, caller)
+    report = _look(
+        loader, inspect.currentframe()
+    )  # no variable: a frame that holds itself keeps the iterator
     if report.start_method not in ("", "fork"):
         _send(report)  # now: these workers are sent the whole dataset, which may take long
     iterator = torchs_iter(loader)

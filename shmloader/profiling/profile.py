@@ -9,9 +9,9 @@ from typing import Any, Self
 
 from shmloader.errors import LoaderError
 from shmloader.memory.limits import ProcessorUse, processor_use
-from shmloader.profiling.recorder import BatchRecorder
+from shmloader.profiling.recorder import BatchRecorder, Recorders
 from shmloader.profiling.report import ProfileReport
-from shmloader.statistics import Counters, LoaderStatistics
+from shmloader.statistics import Counters, LoaderStatistics, Recorder
 
 Tell = Callable[[ProfileReport], object]
 
@@ -20,14 +20,16 @@ class Profile:
     """Where the time of a loader goes, batch by batch: from ``loader.profile()``, used as a context manager.
 
     Epochs that begin inside the block are measured, in the workers too, which send their times with the
-    batches. ``print(profile)`` shows the table, at any moment and after the block.
+    batches. ``print(profile)`` shows the table, at any moment and after the block. Blocks may
+    lie in each other.
 
     Args:
         counters: The loader's.
         statistics: Gives the loader's statistics.
         pids: Gives the ids of its worker processes.
         every_s: Seconds from one call of ``tell`` to the next.
-        tell: Called with the report, in ``next()``, in the program's thread.
+        tell: Called with the report as ``next()`` begins, in the program's thread. What it raises comes from
+            that call of ``next()``, and no batch is lost.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Profile:
     ) -> None:
         self._counters, self._statistics, self._pids = counters, statistics, pids
         self._recorder = BatchRecorder(every_s, None if tell is None else lambda: tell(self.report()))
+        self._outer: Recorder | None = None
         self._before: ProcessorUse | None = None
         self._first: LoaderStatistics | None = None
         self._report: ProfileReport | None = None
@@ -51,12 +54,14 @@ class Profile:
     def __exit__(self, *_: object) -> None:
         """Stop measuring."""
         self._report = self.report()
-        self._counters.record(None)
+        self._recorder.end()
+        self._counters.record(self._outer)
 
     def begin(self) -> None:
         """Measure the epochs that begin from now on."""
         self._before, self._first = processor_use(self._pids()), self._statistics()
-        self._counters.record(self._recorder)
+        self._outer = outer = self._counters.recorder
+        self._counters.record(self._recorder if outer is None else Recorders(outer, self._recorder))
 
     def report(self) -> ProfileReport:
         """The figures so far."""

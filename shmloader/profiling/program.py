@@ -12,6 +12,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +24,48 @@ FOLDER = "SHMLOADER_PROFILE"
 
 _EVERY_S = 1.0
 _numbers = itertools.count()
+_profiled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # what `_profile` was given
 
 
 def begin(profile_each: Callable[[Callable[[Any], None]], None]) -> None:
     """Profile each loader of this process from now on; `shmloader.loading.profile_each` tells of them."""
     profile_each(_profile)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_begin_in_forked_child)
+
+
+def _begin_in_forked_child() -> None:
+    """Profile inherited loaders anew: their parent reports on what it has loaded."""
+    for loading in list(_profiled.values()):
+        loading.counters.record(None)
+        _profile(loading)
 
 
 def _profile(loading: Any) -> None:
     loader = loading.loader()
     rank = f"rank {os.environ['RANK']}, " if "RANK" in os.environ else ""
     title = f"{rank}pid {os.getpid()}: {type(loader).__name__} over {type(loader.dataset).__name__}"
-    path = Path(os.environ[FOLDER], f"{os.getpid()}-{next(_numbers)}.json")
+    number = next(_numbers)
+    _profiled[id(loading)] = loading
+    path = Path(os.environ[FOLDER], f"{os.getpid()}-{number}.json")
     profile = loading.profile(_EVERY_S, lambda report: _write(path, title, report))
     profile.begin()
-    weakref.finalize(loader, _finish, os.getpid(), path, title, profile)  # or at the interpreter's end
+    # Or at the end of this process, also of one of multiprocessing, which calls no function of atexit.
+    Finalize(loader, _write_last, (path, title, profile), exitpriority=0)
 
 
-def _finish(owner_pid: int, path: Path, title: str, profile: Profile) -> None:
-    report = profile.report() if os.getpid() == owner_pid else None
-    if report is not None and report.batches:
-        _write(path, title, report, spans=report.last_spans())
+def _write_last(path: Path, title: str, profile: Profile) -> None:
+    report = profile.report()
+    if report.batches:
+        _write(path, title, report)
 
 
-def _write(path: Path, title: str, report: ProfileReport, **more: Any) -> None:
+def _write(path: Path, title: str, report: ProfileReport) -> None:
     """Replace a report's file; a program is not disturbed if the folder is gone or full."""
+    figures = {"title": title, **report.as_dict(), "spans": report.last_spans()}
     with contextlib.suppress(OSError):
         whole = path.with_suffix(".new")
-        whole.write_text(json.dumps({"title": title, **report.as_dict(), **more}), encoding="utf-8")
+        whole.write_text(json.dumps(figures), encoding="utf-8")
         whole.replace(path)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.messages import shown
 from shmloader.profiling.probe import BatchProbe
+from shmloader.statistics import Recorder
 from shmloader.wire.records import BatchTimes
 
 MOST_BATCHES = 10_000
@@ -55,7 +56,8 @@ class BatchRecorder:
 
     Args:
         every_s: How often to call ``tell``.
-        tell: Called in ``next()`` that often; its own time counts nowhere. None for never.
+        tell: Called that often as ``next()`` begins, before it takes a batch, so that no batch is lost if it
+            raises. Its own time counts nowhere. None for never.
 
     Attributes:
         make_probe: Makes the probe of a worker.
@@ -72,6 +74,7 @@ class BatchRecorder:
         self.num_workers = 0
         self._every_ns, self._tell = int(every_s * 1e9), tell
         self._told_ns = time.perf_counter_ns()
+        self._is_due = False
         self._ended_ns = 0
         self._sampler = _Timed(iter(()))
         self._last = 0, 0  # what `end_next` was told
@@ -90,6 +93,8 @@ class BatchRecorder:
 
     def begin_next(self, waited_ns: int) -> None:
         """Note that the program asks for a batch."""
+        if self._is_due:
+            self._call_tell()
         now_ns = time.perf_counter_ns()
         if not self._ended_ns:
             self._begin(now_ns, waited_ns)  # what iter() has drawn does not count
@@ -110,11 +115,25 @@ class BatchRecorder:
         if now_ns - self._began_ns < _JOINED_NS:
             return
         self.note_returned()
-        if self._tell is not None and now_ns - self._told_ns >= self._every_ns:
-            self._tell()
-            self._ended_ns = self._told_ns = time.perf_counter_ns()
-            self._every_ns = max(self._every_ns, (self._told_ns - now_ns) * _TELLING)
-        self._begin(self._ended_ns, waited_ns)
+        self._begin(now_ns, waited_ns)
+        self._is_due = self._tell is not None and now_ns - self._told_ns >= self._every_ns
+
+    def end(self) -> None:
+        """End the calls of ``tell``: an iterator may outlive the profile."""
+        self._tell, self._is_due = None, False
+
+    def _call_tell(self) -> None:
+        began_ns, self._is_due = time.perf_counter_ns(), False
+        try:
+            if self._tell is not None:
+                self._tell()
+        finally:
+            self._told_ns = time.perf_counter_ns()
+            spent_ns = self._told_ns - began_ns
+            self._every_ns = max(self._every_ns, spent_ns * _TELLING)
+            self._began_ns += spent_ns
+            if self._ended_ns:
+                self._ended_ns += spent_ns
 
     def note_returned(self) -> None:
         """Note the batches that were returned since the last entry."""
@@ -150,6 +169,40 @@ class BatchRecorder:
         self.slowest[name] = max(slow_s, self.slowest.get(name, 0.0))
         if len(self.slowest) > _MOST_SLOW:
             del self.slowest[min(self.slowest, key=lambda known: self.slowest[known])]
+
+
+class Recorders:
+    """Two recorders as one: of a profile, and of another one around it."""
+
+    def __init__(self, outer: Recorder, inner: Recorder) -> None:
+        self.make_probe = inner.make_probe
+        self._both = outer, inner
+
+    def begin_epoch(self, num_workers: int) -> None:
+        """See `shmloader.statistics.Recorder`, here and below."""
+        for one in self._both:
+            one.begin_epoch(num_workers)
+
+    def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Both time it."""
+        for one in self._both:
+            batches = one.time_sampler(batches)
+        return batches
+
+    def begin_next(self, waited_ns: int) -> None:
+        """Both note it."""
+        for one in self._both:
+            one.begin_next(waited_ns)
+
+    def end_next(self, waited_ns: int, held: int) -> None:
+        """Both note it."""
+        for one in self._both:
+            one.end_next(waited_ns, held)
+
+    def note_times(self, worker_id: int, times: BatchTimes, payload: bytes) -> None:
+        """Both take them."""
+        for one in self._both:
+            one.note_times(worker_id, times, payload)
 
 
 class _Timed:

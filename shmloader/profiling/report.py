@@ -141,7 +141,8 @@ class ProfileReport:
         """The `spans` of the last 300 batches."""
         last = self.returned[-_MOST_DRAWN:]
         begin_s = last[0].began_ns / 1e9 if last else 0.0
-        return [span for span in self.spans() if span[2] >= begin_s]
+        made = tuple(one for one in self.made[-_MOST_DRAWN:] if one.times.began_ns / 1e9 >= begin_s)
+        return list(replace(self, returned=last, made=made).spans())
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """What was done when: who, the part of the time, when it began, and for how long, in seconds."""

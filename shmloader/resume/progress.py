@@ -212,7 +212,8 @@ def _number(done: int | tuple[int, ...]) -> int:
 def _joined(first: int, others: list[int]) -> int | tuple[int, ...]:
     """All positions before the first one, and others after it, sorted, as `Progress.done` has them."""
     rest = [position for position in others if position >= first]
-    while rest and rest[0] == first:
-        first += 1
-        rest.pop(0)
-    return (first, *rest) if rest else first
+    following = 0  # of them come right after the first
+    while following < len(rest) and rest[following] == first + following:
+        following += 1
+    done = first + following
+    return (done, *rest[following:]) if rest[following:] else done

@@ -8,6 +8,8 @@ from typing import Any
 from shmloader.errors import ResumeError
 from shmloader.resume.compatibility import behind, check_whole, is_between_epochs, listed, signed
 
+_MOST = 10_000_000  # batches of a range: each takes about 100 bytes while an epoch goes on
+
 
 def skip_batches(state: Mapping[str, Any], batches: range) -> dict[str, Any]:
     """The same state, with some batches of its epoch counted as if the program had had them.
@@ -27,10 +29,14 @@ def skip_batches(state: Mapping[str, Any], batches: range) -> dict[str, Any]:
 
     Raises:
         ResumeError: If the state is damaged, that of a stream, or lies between two epochs.
-        ValueError: For a range with negative numbers, or with other steps.
+        ValueError: For a range with negative numbers, with other steps, or of more than 10 million batches.
     """
     if batches.step != 1 or batches.start < 0:
         raise ValueError(f"batches must be a range of numbers from 0 on, in steps of 1, and not {batches!r}")
+    if (most := batches.stop - batches.start) > _MOST:
+        raise ValueError(
+            f"{batches!r} has {most:,} batches, and {_MOST:,} can be left out: end it with the epoch"
+        )
     check_whole(state)
     if state["kind"] != "map-style":
         raise ResumeError(

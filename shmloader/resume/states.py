@@ -20,8 +20,10 @@ from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Progress
 from shmloader.resume.readers import Epoch, Readers
 from shmloader.resume.stream_progress import rules_for
-from shmloader.resume.user_states import pack_user_state
+from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.settings import Settings
+
+_MOST_SEEDS = 1000  # epochs whose seeds are known
 
 
 class States:
@@ -44,6 +46,8 @@ class States:
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
+        # Of epochs that were begun, by the program's numbers: base seed, and number in the iterator.
+        self._seeds: dict[int, tuple[int, int]] = {}
 
     @property
     def set_epoch(self) -> int | None:
@@ -163,24 +167,39 @@ class States:
     def seeds_of(self, epoch: int, loaded: State | None) -> tuple[int, int] | None:
         """The base seed of an epoch, and its number in its iterator; None if they are not known.
 
-        They are known of the epoch in progress, or of a state that was loaded. With persistent workers they
-        are known of others, too.
+        They are known of epochs that were begun here, or of a state that was loaded. With persistent workers
+        they are known of others, too, as long as the program's numbers go up by 1.
         """
-        latest = self.readers.latest
-        if loaded is None and latest is not None:
-            progress = latest.progress
-            persistent, number = bool(latest.settings.persistent_workers), progress.iterator_epoch
-            base_seed, of_sampler, told = progress.base_seed, progress.sampler_epoch, progress.set_epoch
-        elif loaded is not None and loaded["base_seed"] is not None:
-            persistent, number = loaded["persistent_workers"], loaded["iterator_epoch"]
-            base_seed, of_sampler, told = loaded["base_seed"], loaded["sampler_epoch"], loaded["set_epoch"]
+        if loaded is not None:
+            if loaded["base_seed"] is None or loaded["finished"]:
+                return None
+            persistent, seeds = loaded["persistent_workers"], (loaded["base_seed"], loaded["iterator_epoch"])
+            known = loaded["set_epoch"] if loaded["sampler_epoch"] is None else loaded["sampler_epoch"]
+            begun = {} if known is None else {known: seeds}
         else:
-            return None
-        known = told if of_sampler is None else of_sampler
-        if known is None or (loaded is not None and loaded["finished"]):
-            return None
+            latest, begun = self.readers.latest, self._seeds
+            persistent = latest is not None and bool(latest.settings.persistent_workers)
+        if epoch in begun or not (begun and persistent):
+            return begun.get(epoch)
+        known, (base_seed, number) = next(reversed(begun.items()))
+        for other, (base, its_number) in begun.items():
+            if base == base_seed and known - other != number - its_number:
+                return None
         number += epoch - known
-        return (base_seed, number) if epoch == known or (persistent and number >= 0) else None
+        return (base_seed, number) if number >= 0 else None
+
+    def begin_of(self, loaded: State | None) -> tuple[int | None, Mapping[str, Any] | None]:
+        """The sampler's epoch in progress, or of a loaded state, and the sampler's state at its beginning.
+
+        The latter for samplers that divide a global order; None for an epoch's first batch.
+        """
+        if loaded is not None:
+            text = loaded["sampler_state"]
+            return loaded["sampler_epoch"], unpack_user_state(text) if text else None
+        if self.readers.latest is None:
+            return None, None
+        progress = self.readers.latest.progress
+        return progress.sampler_epoch, progress.sampler_begin
 
     def state_after_epoch(self, read: Callable[[], Settings], loaded: State | None, epoch: int) -> State:
         """The state for a program that leaves the epoch here, and sets ``epoch`` before the next one."""
@@ -262,6 +281,12 @@ class States:
                 self._older[before] = before.done
         self.readers.go_on(Epoch(one_pass.settings, progress))
         self.begun = True
+        known = progress.set_epoch if progress.sampler_epoch is None else progress.sampler_epoch
+        if known is not None:
+            self._seeds.pop(known, None)
+            self._seeds[known] = progress.base_seed, progress.iterator_epoch
+            if len(self._seeds) > _MOST_SEEDS:
+                del self._seeds[next(iter(self._seeds))]
 
 
 def _sampler_keys(epoch: Epoch, taken: int) -> State:
@@ -270,7 +295,9 @@ def _sampler_keys(epoch: Epoch, taken: int) -> State:
     tracked = progress.tracked
     sharded, stateful = samplers.sharded_sampler(index_sampler), samplers.sampler_with_state(index_sampler)
     if sharded is not None:
-        begun = progress.sampler_begin if epoch.next is not None else None
+        # The sampler is in a later epoch, or the program has told it of one already.
+        is_past = epoch.next is not None or sharded.epoch != progress.sampler_epoch
+        begun = progress.sampler_begin if is_past else None
         state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1), begun)
         return {"sampler_state": json.dumps(state)}
     if tracked is None:

@@ -16,7 +16,7 @@ import torch
 
 from shmloader.store.handles import make_array_reducer
 from shmloader.store.unshared import advise_sharing, watch_copies
-from shmloader.store_hooks import hooks
+from shmloader.store_hooks import StoreHooks, hooks
 
 if TYPE_CHECKING:
     from shmloader.store.base import SharedObject, Store
@@ -67,10 +67,9 @@ def _share_dataset(dataset: Any) -> Any:
     return share_for_loader(dataset)
 
 
-hooks.is_store, hooks.takes_rows = _is_store, _takes_rows
-hooks.share_dataset = _share_dataset
-hooks.watch_copies, hooks.advise_sharing = watch_copies, advise_sharing
-hooks.make_array_reducer = make_array_reducer
+hooks.register(
+    StoreHooks(_is_store, _takes_rows, _share_dataset, watch_copies, advise_sharing, make_array_reducer)
+)
 
 _Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
 

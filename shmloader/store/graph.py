@@ -25,6 +25,7 @@ _MOST_NODES = 500_000
 _MOST_SECONDS = 2.0
 
 _Label = str | tuple[Any]
+_Plan = Literal["array", "rows", "foreign"]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
 _Held = Iterable[tuple[_Label, Any]]
@@ -48,8 +49,12 @@ class Node:
         self.value = value
         self.label = label
         self.holder = holder
-        self.plan: Literal["array", "rows", "foreign"] | None = None
+        self.plan: _Plan | None = None
         self.parents: list[int] = []
+
+    def share_as(self, plan: _Plan) -> None:
+        """Decide the form in which it is shared."""
+        self.plan = plan
 
     @property
     def path(self) -> str:
@@ -120,9 +125,9 @@ class Graph:
                 )
             return kinds.elements_of(value)
         if kind is None and type(value) in (np.ndarray, torch.Tensor):
-            node.plan = "array"
+            node.share_as("array")
         elif kind is not None or kinds.is_rows(value):
-            node.plan = "rows"
+            node.share_as("rows")
         elif kinds.is_open(value):
             return kinds.attributes_of(value)
         else:
@@ -160,7 +165,7 @@ class Graph:
             self._look_at_array(node, nbytes)
         elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
-                node.plan = "foreign"
+                node.share_as("foreign")
         elif is_a(value, np.ndarray):
             if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
                 self.leave(node, kinds.estimate_nbytes(value), _WHY_NOT)
@@ -179,7 +184,7 @@ class Graph:
             why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
             self.leave(node, nbytes, why)
         elif isinstance(value, np.ndarray) or kinds.is_shareable_tensor(value):
-            node.plan = "array"
+            node.share_as("array")
         elif value.device.type == "cpu":
             why = "only dense tensors that do not require grad can be shared: see Tensor.detach"
             self.leave(node, nbytes, why)
@@ -194,7 +199,7 @@ class Graph:
         elif kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
             if kinds.is_few_large(value):
                 return kinds.elements_of(value)
-            node.plan = "rows"
+            node.share_as("rows")
         return ()
 
     def held_elsewhere(self) -> set[int]:

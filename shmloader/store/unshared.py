@@ -192,7 +192,7 @@ def _warn_of_rebuilding(loader: Any, num_workers: int, counters: Counters, pickl
         if largest_holder(graph)[0] >= LEAST_NBYTES:
             said = _owner_and_cure(graph, is_shared=loader.share_dataset)
     if said:
-        counters.warned_of_copies = True
+        counters.warns_first("warned_of_copies")
         warn(
             f"each of {num_workers} workers rebuilds the dataset's Python objects from a pickle of "
             f"{pickled_nbytes:,} bytes, and holds them for itself (start method spawn or forkserver). {said}",

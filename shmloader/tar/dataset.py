@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from shmloader.errors import ArchiveError
+from shmloader.errors import ArchiveError, warn
 from shmloader.tar.decoders import DECODERS, Decoder
 from shmloader.tar.index import index_of
 
@@ -30,6 +30,11 @@ class _OpenArchive:
             close(self.fd)
 
 
+def _plain(extension: str) -> str:
+    """An extension as an index has it."""
+    return extension.lower().lstrip(".")
+
+
 class TarDataset(Dataset[dict[str, Any]]):
     """The samples of tar archives on a local disk, by number: shuffled, divided and resumed as any dataset.
 
@@ -46,7 +51,7 @@ class TarDataset(Dataset[dict[str, Any]]):
         decoders: What makes a value of a member's bytes, by the last part of its extension. Members of other
             extensions stay bytes. None: `shmloader.tar.DECODERS`, for texts, JSON, numbers and images.
         members: The extensions that are wanted. A sample has those of them that it has in the archive;
-            others are not read. None: all.
+            others are not read, and one that no archive has is warned of. None: all.
         index_folder: The folder for the files of indices; None: beside each archive.
 
     Raises:
@@ -67,13 +72,27 @@ class TarDataset(Dataset[dict[str, Any]]):
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
         if not self.paths:
             raise ValueError("a TarDataset needs at least one archive, and was given none")
-        self.decoders = dict(DECODERS if decoders is None else decoders)
-        self.members = (
-            None if members is None else frozenset(member.lower().lstrip(".") for member in members)
-        )
+        self.decoders = {
+            _plain(ending): decode for ending, decode in (DECODERS if decoders is None else decoders).items()
+        }
+        if dotted := [ending for ending in self.decoders if "." in ending]:
+            raise ValueError(
+                f"a decoder is found by the last part of an extension, and {dotted[0]!r} has several: give "
+                f"it as {dotted[0].rpartition('.')[2]!r}"
+            )
+        if isinstance(members, str):
+            raise TypeError(f"members is a sequence of extensions: members=[{members!r}]")
+        self.members = None if members is None else frozenset(map(_plain, members))
         folder = None if index_folder is None else Path(index_folder)
         found = [index_of(path, folder) for path in self.paths]
         self._indices, self._identities = [index for index, _ in found], [identity for _, identity in found]
+        known = {extension for index in self._indices for extension in index.extensions}
+        if missing := sorted((self.members or set()) - known):
+            warn(
+                f"no member of the archives has the extension(s) {', '.join(missing)}, which `members` asks "
+                f"for. They have: {', '.join(sorted(known)) or 'none'}",
+                UserWarning,
+            )
         self._ends = list(itertools.accumulate(len(index.key_ends) for index in self._indices))
         self._files: dict[int, _OpenArchive] = {}  # open archives, by number
 

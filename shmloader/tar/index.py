@@ -91,7 +91,7 @@ def index_of(path: Path, folder: Path | None) -> tuple[ArchiveIndex, Identity]:
         index = make_index(path)
         if identity_of(path) != identity:
             raise ArchiveError(f"{path} was changed while its index was made")
-        _keep(index, identity, kept)
+        _keep(index, identity, kept, path.stat().st_mode & 0o666)
     return index, identity
 
 
@@ -124,7 +124,8 @@ def _is_whole(index: ArchiveIndex, size: int) -> bool:
     return bool(inside.all() and ((index.kinds >= 0) & (index.kinds < len(index.extensions))).all())
 
 
-def _keep(index: ArchiveIndex, identity: Identity, kept: Path) -> None:
+def _keep(index: ArchiveIndex, identity: Identity, kept: Path, mode: int) -> None:
+    """Keep an index in a file that all can read who can read the archive."""
     head = json.dumps({"version": _VERSION, "identity": identity, "extensions": index.extensions}).encode()
     arrays = {name: getattr(index, name) for name in ArchiveIndex._fields[1:6]}
     texts = {"head": np.frombuffer(head, np.uint8), "keys": np.frombuffer(index.keys, np.uint8)}
@@ -132,6 +133,7 @@ def _keep(index: ArchiveIndex, identity: Identity, kept: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=kept.parent, prefix=f".{kept.name}.", delete=False) as file:
             try:
                 np.savez(file, allow_pickle=False, **arrays, **texts)
+                os.fchmod(file.fileno(), mode)  # tempfile lets only this user read
                 file.close()
                 Path(file.name).replace(kept)
             except BaseException:

@@ -79,10 +79,13 @@ def collate_packed(samples: Sequence[Any]) -> dict[str, Any]:
         if any(len(part[place]) != length for part in parts.values()):
             found = ", ".join(f"{name}: {len(part[place]):,}" for name, part in parts.items())
             raise ValueError(f"the sequences of sample {place} of {len(rows)} differ in length: {found}")
-    batch: dict[str, Any] = {name: torch.cat(part)[None] for name, part in parts.items()}
+    # Empty ones have no dtype of their own if they were lists.
+    filled = {name: [one for one in part if len(one)] or part for name, part in parts.items()}
+    batch: dict[str, Any] = {name: torch.cat(part)[None] for name, part in filled.items()}
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     if _LABELS in batch:
-        batch[_LABELS][0, ends[:-1].long()] = _NO_LABEL
+        firsts = ends[:-1][ends.diff() > 0]  # an empty sample has no label
+        batch[_LABELS][0, firsts.long()] = _NO_LABEL
     batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = ends
     batch["max_length_q"] = batch["max_length_k"] = max(lengths)

@@ -52,6 +52,21 @@ class _Site:
     refused: int = 0
     why: str = "noticed in one batch only"
 
+    def settle(self, state: str, why: str = "") -> None:
+        """Decide whether its results are placed, and if not, why."""
+        self.state, self.why = state, why
+
+    def count(self, *, arrived: bool) -> None:
+        """Count a batch in which all its results arrived, or not all."""
+        if arrived:
+            self.arrived += 1
+        else:
+            self.misses += 1
+
+    def count_refused(self, refused: int) -> None:
+        """Count calls that could not be made in the slot; 0 for one that was."""
+        self.refused = self.refused + refused if refused else 0
+
 
 @dataclass
 class _Result:
@@ -199,10 +214,11 @@ class Placement:
             result = None
         if result is not None:
             self._note(site, result, keep=False)
-            site.refused = 0
+            site.count_refused(0)
             return result
         self._allocator.go_back(begin)
-        site.refused += not self._lacked_room
+        if not self._lacked_room:
+            site.count_refused(1)
         if site.refused > _MOST_REFUSED:
             self._leave(site, _OTHERS)
         return None
@@ -247,14 +263,12 @@ class Placement:
                 self._end_watch()
 
     def _judge(self, site: _Site, *, arrived: bool) -> None:
-        if arrived:
-            site.arrived += 1
-            if site.state is _WATCHED and site.arrived >= _CHANCES:
-                site.state, site.why, self._changed = _PLACED, "", True
-        else:
-            site.misses += 1
-            if site.state is _WATCHED or site.misses >= _CHANCES:
-                self._leave(site, _MISSED)
+        site.count(arrived=arrived)
+        if arrived and site.state is _WATCHED and site.arrived >= _CHANCES:
+            site.settle(_PLACED)
+            self._changed = True
+        elif not arrived and (site.state is _WATCHED or site.misses >= _CHANCES):
+            self._leave(site, _MISSED)
 
     def _end_watch(self) -> None:
         self._changed = True
@@ -266,7 +280,8 @@ class Placement:
             self._end("no call's results were in the batch")
 
     def _leave(self, site: _Site, why: str) -> None:
-        site.state, site.why, self._changed = _LEFT, why, True
+        site.settle(_LEFT, why)
+        self._changed = True
         self._version += 1
 
     def _end(self, why: str) -> None:

@@ -82,7 +82,11 @@ def test_growth_cause_and_cure_are_named(tmp_path: Path, method: str, said: str)
         children = psutil.Process(command.pid).children(recursive=True)
         command.send_signal(signal.SIGTERM)
         end = command.stderr.read()
+        said_before_growth = [
+            one for one in (line, *end.splitlines()) if "rebuilds" in one and "(" not in one
+        ]
     assert said in line
+    assert len([one for one in said_before_growth if one.startswith("shmloader memory: ")]) <= 1
     assert "MB of `train.samples`" in line
     assert line.endswith("Cure: train.samples = shmloader.share(train.samples)\n")
     assert command.returncode == 128 + signal.SIGTERM
@@ -203,7 +207,14 @@ def test_a_process_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--pid", "1", "--", "true"], ["--every", "0", "--", "true"], ["--json", "/none/x", "true"]]
+    "words",
+    [
+        [],
+        ["--pid", "1", "--", "true"],
+        ["--every", "0", "--", "true"],
+        ["--json", "/none/x", "true"],
+        ["--pid", str(1 << 40)],
+    ],
 )
 def test_wrong_words_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:

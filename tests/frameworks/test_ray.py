@@ -87,6 +87,18 @@ def test_the_class_and_the_options_survive(in_rank_1_of_2: None) -> None:
     assert later.DataLoader is train_loop_utils.DataLoader is DataLoader
 
 
+def test_a_batch_sampler_that_ray_leaves_out_is_an_error(in_rank_1_of_2: None) -> None:
+    """Ray would have the samples one by one; it leaves the loader alone if it is not to divide it."""
+    sampler = shmloader.TokenBatchSampler([3] * len(Rows()), 12, num_replicas=2, rank=1)
+    with shmloader.install():
+        loader: Any = shmloader.DataLoader(Rows(), batch_sampler=sampler)
+        whole = [batch.tolist() for batch in loader]
+        with pytest.raises(ValueError, match=r"Ray leaves out the batch_sampler \(TokenBatchSampler\)"):
+            later.prepare_data_loader(loader)
+        prepared = later.prepare_data_loader(loader, add_dist_sampler=False)
+        assert [batch.tolist() for batch in prepared] == whole
+
+
 def test_without_install_one_warning_says_what_goes(in_rank_1_of_2: None) -> None:
     errors.forget_warnings() if hasattr(errors, "forget_warnings") else None
     with pytest.warns(

@@ -199,6 +199,16 @@ def test_packed_samples_are_joined_as_by_transformers_collator() -> None:
     assert batch["max_length_q"] == batch["max_length_k"] == 3
 
 
+@pytest.mark.parametrize("lengths", [[3, 0], [0, 3], [2, 0, 1], [0, 0]])
+def test_an_empty_sample_changes_no_label_and_no_dtype(lengths: list[int]) -> None:
+    rows = [{"input_ids": list(range(n)), "labels": torch.arange(n)} for n in lengths]
+    batch = collate_packed(rows)
+    assert batch["labels"].tolist() == [[place or -100 for n in lengths for place in range(n)]]
+    assert batch["cu_seq_lens_q"].diff().tolist() == lengths
+    if any(lengths):
+        assert batch["input_ids"].dtype is torch.int64
+
+
 def test_a_sample_whose_parts_differ_in_length_is_named() -> None:
     with pytest.raises(ValueError, match="sample 1 of 2 differ in length: input_ids: 2, labels: 1"):
         collate_packed([{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [3]}])

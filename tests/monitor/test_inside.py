@@ -86,6 +86,20 @@ def test_variables_of_the_program_die_as_ever(reports: list[Report]) -> None:
     assert reports
 
 
+def test_an_iterator_ends_when_the_program_drops_it(reports: list[Report]) -> None:
+    train = Samples(rows())
+    gc.collect()
+    gc.disable()
+    try:
+        batches = iter(loader_of(train))
+        died = weakref.ref(batches)
+        del batches
+        assert died() is None  # and with it its workers
+    finally:
+        gc.enable()
+    assert reports
+
+
 def test_a_store_is_no_owner(reports: list[Report]) -> None:
     train = Samples(shmloader.share(rows()))
     list(loader_of(train))

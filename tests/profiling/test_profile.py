@@ -249,3 +249,53 @@ def test_the_answers_of_a_profile_that_has_ended_are_ignored() -> None:
             next(iterator)
         assert len(list(iterator)) == 99
         assert profile.report().batches == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_callback_that_raises_loses_no_batch(num_workers: int) -> None:
+    calls: list[int] = []
+    errors: list[str] = []
+    seen: list[int] = []
+
+    def track(report: ProfileReport) -> None:
+        calls.append(report.batches)
+        if len(calls) == 1:
+            raise ConnectionError("the tracker is away")
+
+    loader = DataLoader(Numbered(80, delay_s=0.001), 8, num_workers=num_workers)
+    with loader, loader.profile(every_s=0.001, callback=track):
+        batches = iter(loader)
+        while len(errors) < 3:
+            try:
+                seen += next(batches)[:, 0].int().tolist()
+            except StopIteration:
+                break
+            except ConnectionError as error:
+                errors.append(str(error))
+    assert (seen, errors) == (list(range(80)), ["the tracker is away"])
+
+
+def test_a_callback_is_not_called_after_the_block() -> None:
+    calls: list[int] = []
+    with DataLoader(Numbered(80, delay_s=0.001), 8, num_workers=1) as loader:
+        with loader.profile(every_s=0.001, callback=lambda report: calls.append(report.batches)):
+            batches = iter(loader)
+            next(batches)
+            next(batches)
+        before = len(calls)
+        for _ in batches:
+            time.sleep(0.05)  # so that a call would be due
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_profiles_in_each_other_both_measure(num_workers: int) -> None:
+    with DataLoader(Numbered(80), 8, num_workers=num_workers) as loader:
+        with loader.profile() as outer:
+            list(loader)
+            with loader.profile() as inner:
+                list(loader)
+            list(loader)
+        list(loader)
+    assert (inner.report().batches, outer.report().batches) == (10, 30)
+    assert sum(made.times.batches for made in inner.report().made) <= 10

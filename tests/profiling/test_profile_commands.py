@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -106,3 +107,94 @@ def test_a_program_without_a_loader_is_told_so(capfd: pytest.CaptureFixture[str]
 def test_a_program_that_does_not_exist_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--", "/no/such/program"]) == 127
     assert "No such file" in capfd.readouterr().err
+
+
+def profiled(tmp_path: Path, code: str, *options: str) -> tuple[subprocess.CompletedProcess[str], list[int]]:
+    """Profile a program; returns its end, and the batches of each report."""
+    path, figures = tmp_path / "program.py", tmp_path / "figures.json"
+    path.write_text(
+        f"import os, sys, multiprocessing\nimport shmloader\nfrom loading import Numbered\n{code}"
+    )
+    words = ["-m", "shmloader", "profile", "--json", str(figures), *options, "--", sys.executable, str(path)]
+    done = subprocess.run([*warm_python(), *words], capture_output=True, text=True, check=False, timeout=120)
+    reports = json.loads(figures.read_text()) if figures.exists() else []
+    return done, sorted(report["batches"] for report in reports)
+
+
+FORKED = """
+loader = shmloader.DataLoader(Numbered(80), 8)
+list(loader)
+pids = []
+for rank in range(2):
+    pids.append(os.fork())
+    if not pids[-1]:
+        list(loader), list(loader)
+        sys.exit(0)
+sys.exit(max(os.waitpid(pid, 0)[1] for pid in pids))
+"""
+GLOBAL = """
+def rank():
+    global loader
+    loader = shmloader.DataLoader(Numbered(80), 8)
+    list(loader)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(METHOD).Process(target=rank)
+    child.start()
+    child.join()
+"""
+OWN = """
+loader = shmloader.DataLoader(Numbered(80), 8)
+with loader.profile():
+    list(loader)
+list(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "batches"),
+    [
+        (FORKED, [10, 20, 20]),
+        (f"METHOD = 'fork'\n{GLOBAL}", [10]),
+        (f"METHOD = 'forkserver'\n{GLOBAL}", [10]),
+        (OWN, [20]),
+    ],
+    ids=["forked", "fork", "forkserver", "own"],
+)
+@pytest.mark.usefixtures("program")
+def test_each_process_reports_on_what_it_has_loaded(tmp_path: Path, code: str, batches: list[int]) -> None:
+    done, found = profiled(tmp_path, code)
+    assert (done.returncode, found) == (0, batches), done.stderr
+
+
+@pytest.mark.usefixtures("program")
+def test_of_a_killed_program_the_last_second_is_missing_and_the_trace_is_not(tmp_path: Path) -> None:
+    code = """
+loader = shmloader.DataLoader(Numbered(800, delay_s=0.002), 8)
+for number, _ in enumerate(loader):
+    if number == 90:
+        os.kill(os.getpid(), 9)
+"""
+    done, (batches,) = profiled(tmp_path, code, "--trace", str(tmp_path / "trace.json"))
+    assert done.returncode == 128 + 9
+    assert 0 < batches <= 90
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"step", "fetch"} <= {event["name"] for event in events}
+
+
+def test_a_picture_of_another_form_is_refused_before_the_program_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["profile", "--picture", "batches.foo", "--", "true"])
+    assert end.value.code == 2
+    assert "has to end in one of .png, .svg, .pdf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["profile", "memory"])
+def test_the_exit_status_is_the_programs_also_when_nobody_reads_the_report(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [*warm_python(), "-m", "shmloader", command, "--", sys.executable, "-c", "raise SystemExit(3)"]
+    with open(write, "wb") as closed:
+        assert subprocess.run(words, stderr=closed, check=False, timeout=120).returncode == 3

@@ -13,7 +13,7 @@ import foreign_writes
 import pytest
 import traced_files
 
-WRITES = 69
+WRITES = 45
 BATCH_FILES, ITER_FILES = 22, 35
 
 PLANTED = """

@@ -122,6 +122,16 @@ def test_a_state_lists_what_is_to_be_left_out_shortly() -> None:
     assert again.state_dict()["finished"]
 
 
+@pytest.mark.timeout(60)
+def test_the_end_of_an_epoch_is_left_out_at_once() -> None:
+    """However long the range is: it took the square of its length."""
+    loader = loader_of("sequential")
+    next(iter(loader))
+    loader.load_state_dict(skip_batches(loader.state_dict(), range(3, 1_000_000)))
+    assert len(list(loader)) == 2
+    assert loader.state_dict()["finished"]
+
+
 def test_what_cannot_be_left_out_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
@@ -134,6 +144,8 @@ def test_what_cannot_be_left_out_is_refused() -> None:
     state = loader.state_dict()
     with pytest.raises(ValueError, match=r"in steps of 1, and not range\(0, 4, 2\)"):
         skip_batches(state, range(0, 4, 2))
+    with pytest.raises(ValueError, match="has 9,999,999,999 batches, and 10,000,000 can be left out"):
+        skip_batches(state, range(1, 10**10))
     with pytest.raises(ValueError, match="from 0 on"):
         skip_batches(state, range(-1, 4))
     with pytest.raises(ResumeError, match="damaged"):
@@ -186,6 +198,19 @@ def test_a_batch_needs_no_training_but_a_state_for_its_seeds() -> None:
     assert [sample[0] for sample in plain.batch(3, 5)] == [sample[0] for sample in batches[5]]
 
 
+def test_epochs_whose_numbers_have_gaps_keep_their_seeds() -> None:
+    loader = loader_of("sharded", num_workers=1, persistent_workers=True)
+    epochs = {}
+    for epoch in (0, 2, 4):
+        loader.set_epoch(epoch)
+        epochs[epoch] = list(loader)
+    for epoch, batches in epochs.items():
+        assert loader.batch(epoch, 3) == batches[3]
+    with pytest.raises(ResumeError, match="does not know that of epoch 3"):
+        loader.batch(3, 3)
+    loader.close()
+
+
 def test_a_batch_of_changed_weights_is_that_of_the_state() -> None:
     loader = loader_of("mixture", draws=False)
     iterator = iter(loader)
@@ -210,6 +235,92 @@ def test_in_a_resumed_epoch_batches_are_those_of_the_ranks_that_continue() -> No
         after.load_state_dict(before.state_dict())
         rest = list(after)
         assert [after.batch(1, number) for number in range(2, 2 + len(rest))] == rest
+
+
+@pytest.mark.parametrize("kind", ["sharded", "mixture", "tokens"])
+def test_batches_of_other_epochs_do_not_depend_on_a_state_of_other_ranks(kind: str) -> None:
+    """Before the state's epoch goes on, and after it; those of its rest are known before it goes on."""
+    whole = loader_of(kind, 2, 1, draws=False)
+    whole.set_epoch(2)
+    of_two = [[sample[0] for sample in batch] for batch in whole]
+    before = loader_of(kind, 3, 0, draws=False)
+    before.set_epoch(1)
+    list(itertools.islice(before, 3))
+    after = loader_of(kind, 2, 1, draws=False)
+    after.load_state_dict(before.state_dict())
+    numbers = (2, 5, len(of_two) - 1)
+
+    def made() -> list[list[int]]:
+        return [[sample[0] for sample in after.batch(2, number)] for number in numbers]
+
+    assert made() == [of_two[number] for number in numbers]
+    found = [after.batch(1, number) for number in (3, 4)]
+    rest = list(after)
+    assert found == rest[:2]
+    after.set_epoch(2)
+    assert made() == [of_two[number] for number in numbers]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_batch_has_the_weights_that_the_next_iteration_begins_with(resumed: bool) -> None:
+    loader = loader_of("mixture", draws=False)
+    first = list(itertools.islice(loader, 3)) if resumed else list(loader)
+    if resumed:
+        state = loader.state_dict()
+        loader = loader_of("mixture", draws=False)
+        loader.load_state_dict(state)
+    loader.sampler.set_weights({"a": 30, "b": 1})
+    if not resumed:
+        assert loader.batch(0, 2) == first[2]  # of the epoch that is over
+        loader.sampler.set_epoch(1)
+    found = [loader.batch(int(not resumed), number) for number in (3, 6)]
+    later = list(loader)
+    assert found == [later[number - 3 * resumed] for number in (3, 6)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "mixture", "tokens"])
+def test_a_state_stays_that_of_its_epoch_when_the_next_one_is_set(kind: str) -> None:
+    """The next epoch may be shorter than what was consumed of this one."""
+    for epoch in range(6):
+        loader = loader_of(kind, draws=False)
+        loader.set_epoch(epoch)
+        list(itertools.islice(loader, len(loader) - 1))
+        state = loader.state_dict()
+        loader.set_epoch(epoch + 1)
+        assert loader.state_dict() == state
+
+
+class Shared:
+    """No dataset of torch's: worker threads share it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_worker_threads_do_not_read_another_epoch_while_a_batch_is_made() -> None:
+    loader: Any = DataLoader(
+        Shared(),  # type: ignore[arg-type]
+        batch_size=4,
+        num_workers=1,
+        worker_type="thread",
+        collate_fn=identity,
+    )
+    with loader:
+        loader.set_epoch(3)
+        batches = list(loader)
+        assert loader.batch(3, 2) == batches[2]
+        with pytest.raises(ResumeError, match="threads share Shared, which was told of epoch 3, and would"):
+            loader.batch(1, 2)
+        assert loader.dataset.epoch == 3
 
 
 class Bad(Dataset[int]):

@@ -69,6 +69,29 @@ def test_only_wanted_members_are_read_and_decoded(tmp_path: Path) -> None:
     assert TarDataset(path, decoders={})[2]["json"] == b'{"n": 2}'
 
 
+def test_extensions_that_cannot_be_meant_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.tar", members_of(3))
+    with pytest.warns(
+        UserWarning, match=r"has the extension\(s\) clas, .* They have: cls, json, seg.bin, txt"
+    ):
+        assert TarDataset(path, members=["clas"])[0] == {"__key__": "part/00000"}
+    with pytest.raises(TypeError, match=r"members=\['cls'\]"):
+        TarDataset(path, members="cls")
+    assert TarDataset(path, members=["seg.bin"], decoders={".BIN": len})[2]["seg.bin"] == 74
+    with pytest.raises(ValueError, match=r"'seg\.bin' has several: give it as 'bin'"):
+        TarDataset(path, decoders={"seg.bin": len})
+
+
+def test_who_can_read_an_archive_can_read_its_index(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.tar", members_of(3))
+    for mode in (0o644, 0o640):
+        path.chmod(mode)
+        kept = tmp_path / "one.tar.index"
+        kept.unlink(missing_ok=True)
+        TarDataset(path)
+        assert kept.stat().st_mode & 0o777 == mode
+
+
 def test_images_are_arrays(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)

@@ -13,7 +13,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,18 +171,24 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
     return result
 
 
-def measure_loader_alone(spec: RunSpec, dataset: SourceDataset, result: RunResult, stop: Stop) -> None:
-    """Load batches without a model; every batch is still read, for its checksum."""
+def measure_loader_alone(
+    spec: RunSpec, dataset: SourceDataset, checksum: int, stop: Stop
+) -> tuple[float, int]:
+    """Load batches without a model, and read every batch, for its checksum.
+
+    Returns:
+        The samples per second, and the checksum over these batches too.
+    """
     first_s = 0.0
     samples = 0
     for batch in itertools.islice(make_loader(spec, dataset), _LOADER_ALONE_BATCHES):
         stop.check()
-        result.checksum = extend_checksum(result.checksum, batch)
+        checksum = extend_checksum(checksum, batch)
         if first_s:  # The first batch pays for the start of the workers: not counted.
             samples += len(batch.lengths)
         else:
             first_s = time.monotonic()
-    result.loader_alone_rate = samples / (time.monotonic() - first_s)
+    return samples / (time.monotonic() - first_s), checksum
 
 
 def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
@@ -222,7 +228,7 @@ def main(arguments: Sequence[str]) -> int:
     dataset, held_out, corpus = prepare(spec)
     stop = Stop(spec.demo_pid)
     result = train(spec, dataset, held_out, stop)
-    measure_loader_alone(spec, dataset, result, stop)
-    result.corpus = corpus
+    rate, checksum = measure_loader_alone(spec, dataset, result.checksum, stop)
+    result = replace(result, corpus=corpus, loader_alone_rate=rate, checksum=checksum)
     Path(arguments[1]).write_text(json.dumps(asdict(result)), encoding="utf-8")
     return 0
