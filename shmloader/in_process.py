@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from shmloader.resume import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
+from shmloader.worker.dataset_setup import DatasetSetup, info_without_workers
 from shmloader.worker.fetcher import FetchRules, Probe
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
@@ -64,6 +66,9 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         if settings.seeds_samples and not rules.iterable:
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
+        self._setup = DatasetSetup()
+        self._end_setup = weakref.finalize(self, self._setup.end)  # also of a pass that is left
+        self._setup.begin(info_without_workers(self._dataset))
         self._dataset_fetcher = make_fetcher(dataset, rules)
         sampler = self._index_sampler
         sampler_iter = index_runs(sampler) or index_arrays(sampler) or self._sampler_iter
@@ -72,6 +77,12 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._sampler_iter = recorder.time_sampler(self._sampler_iter)
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
+
+    def __del__(self) -> None:
+        # First the stream ends: its ``finally`` blocks may need what was set up. `__init__` may have raised.
+        own = vars(self)
+        own.pop("_dataset_fetcher", None)
+        own.get("_end_setup", lambda: None)()
 
     def __next__(self) -> Any:
         if self._stream is not None or torch_private.profiler_enabled():
@@ -104,6 +115,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                 if self._stream is not None:
                     self._stream.end_epoch(self._progress)
                 self._progress.end()
+                self._end_setup()
                 warn_of_bad_samples(self._counters, self._on_error)
                 raise
             self._note_taken(returned=batch is not LEFT_OUT)

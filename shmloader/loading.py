@@ -27,6 +27,7 @@ from shmloader.settings import AUTO, THREAD, Settings, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing
+from shmloader.worker.dataset_setup import setup_methods_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
 
@@ -287,7 +288,7 @@ def _must_load_as_torch(loader: Any) -> bool:
     text = f"{why} The loader loads as torch's DataLoader does, and the batches are the same."
     if loader.shard == AUTO:
         raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
-    if ignored := options_asked_for(loader):
+    if ignored := options_asked_for(loader) + setup_methods_of(loader.dataset):
         text += f" Without effect: {', '.join(ignored)}."
     warn_once(text)
     return True

@@ -16,6 +16,7 @@ from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
 from shmloader.settings import THREAD, Settings
+from shmloader.worker.dataset_setup import set_up
 from shmloader.worker.epoch_settings import owners_in
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
@@ -65,7 +66,7 @@ def batch_of(
         )
     index_batch = _index_batch(settings.index_sampler, epoch, number, begin)
     rules = FetchRules.of(settings, None)
-    with _told(settings, epoch, told), other_global_states():
+    with _told(settings, epoch, told), other_global_states(), set_up(settings.dataset):
         dataset, seeding = settings.dataset, None
         if settings.seeds_samples and seeds is not None:
             seeding = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)

@@ -43,6 +43,7 @@ from shmloader.wire.records import (
 )
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
+from shmloader.worker.dataset_setup import DatasetSetup
 from shmloader.worker.epoch_settings import EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules, Probe
 from shmloader.worker.heap import WarmHeap
@@ -91,6 +92,7 @@ class Loop:
         self._measure_with(arguments.make_probe)
         self._dataset = arguments.dataset
         self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
+        self._setup = DatasetSetup()
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
         seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
@@ -116,13 +118,14 @@ class Loop:
             # A reference cycle through the fetcher would keep a thread's dataset until the next garbage
             # collection.
             self._fetcher = None
+            self._setup.end()  # after the stream, whose ``finally`` blocks may need what was set up
             self._allocator.close()
 
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""
         arguments = self._arguments
         self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
-        info = torch_private.WorkerInfo(
+        self._info = info = torch_private.WorkerInfo(
             id=arguments.worker_id,
             num_workers=arguments.num_workers,
             seed=self._seed,
@@ -134,6 +137,7 @@ class Loop:
         try:
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
+            self._setup.begin(info)  # after it, since it may change the dataset
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
@@ -183,6 +187,7 @@ class Loop:
             settings: EpochSettings = pickle.loads(self._settings)
             self._measure_with(settings.make_probe)
             if settings.calls and self._in_thread:
+                self._setup.end()
                 self._dataset = self._link.dataset
                 self._start()
                 return
@@ -190,6 +195,7 @@ class Loop:
                 self._owners = self._owners or owners_in(self._dataset)
                 settings.make_calls(self._owners)
             self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
+            self._setup.begin(self._info)  # again, if it has raised in the last epoch
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None

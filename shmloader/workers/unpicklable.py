@@ -27,8 +27,8 @@ _LOCK = (
     "of multiprocessing, which workers share"
 )
 _OPEN = (
-    "it is open in this process only. Keep its path, and open it in the worker, when the first sample is "
-    "asked for"
+    "it is open in this process only. Keep its path, and open it in the worker: in the dataset's "
+    "worker_setup(info)"
 )
 _OTHER = (
     "which pickle refuses. Leave it out in __getstate__() and make it in __setstate__(), or in the worker "

@@ -66,6 +66,9 @@ class Pairs(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 50
 
+    def worker_setup(self, info: Any) -> None:
+        """Without effect where torch's own workers load."""
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, str]:
         return torch.full((3, 4), index), torch.rand(5), str(index)
 

@@ -33,7 +33,7 @@ def test_without_it_batches_are_torchs_and_one_warning_names_it(what: str, metho
     assert result.returncode == 0, result.stderr
     warning, statistics, shared = result.stdout.splitlines()
     assert f"is not available on this platform: {MISSING[what]}. The loader loads as torch's" in warning
-    assert "Without effect: worker_restarts=2, on_error='skip'." in warning
+    assert "Without effect: worker_restarts=2, on_error='skip', the dataset's worker_setup()." in warning
     assert statistics == (
         "Torch's own iterator loads the batches here, and nothing is counted. A RuntimeWarning says why, "
         "once in each process."
