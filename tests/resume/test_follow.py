@@ -18,6 +18,7 @@ from stream_datasets import Numbers, StatefulShards, Uneven
 from stream_datasets import Stateful as StatefulStream
 
 from shmloader import DataLoader, ResumeError, ShardedSampler, TokenBatchSampler
+from shmloader.resume.compatibility import behind
 from shmloader.resume.progress import Progress
 
 # Of streams whose states are not read with each batch.
@@ -352,7 +353,8 @@ def test_how_far_back_states_go(kind: str) -> None:
     for _ in loader:
         pass
     assert loader.state_dict(taken=0)["batches"] == 0
-    assert loader.state_dict(taken=300)["batches"] == 300
+    state = loader.state_dict(taken=300)
+    assert state["batches"] + len(behind(state)) == 300
     if kind == "own generator":
         assert loader.state_dict(taken=300)["sampler_checksum"] is not None
         assert loader.state_dict(taken=5)["sampler_checksum"] is None
