@@ -364,10 +364,9 @@ def loading_of(loader: Any) -> Loading:
     except AttributeError:
         loading = None
     if loading is None:  # in one step: two threads may be here
-        made = Loading(weakref.ref(loader))
-        loading = vars(loader).setdefault("_shmloader_loading", made)
-        if loading is None:  # the loader was pickled, see `Loading.__reduce__`
-            loading = loader._shmloader_loading = made  # noqa: SLF001
-    if loading.loader() is not loader:
+        loading = vars(loader).setdefault("_shmloader_loading", Loading(weakref.ref(loader)))
+    if (
+        loading is None or loading.loader() is not loader
+    ):  # pickled (see `__reduce__`), or copied
         loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
     return loading

@@ -214,9 +214,9 @@ def collate_tensors(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None
     """
     first, allocator = batch[0], current_allocator()
     in_worker = _in_worker_process or allocator is not None
-    by_torch: Callable[..., torch.Tensor] = torch_private.collate_tensor_fn
     if not in_worker or first.is_nested or first.layout is not torch.strided:
-        return by_torch(batch, collate_fn_map=collate_fn_map)
+        result: torch.Tensor = torch_private.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        return result
     shape = (len(batch), *first.shape)
     out = None
     if allocator is not None and type(first) is torch.Tensor and first.device.type == "cpu":
@@ -225,10 +225,7 @@ def collate_tensors(batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None
         # With ``out``, as torch has it in workers: dtypes that differ, and samples that require grad, then
         # raise the same errors.
         out = first.new_empty(shape)
-    try:
-        return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
-    except TypeError:  # not all are tensors, for which torch has an error of another class
-        return by_torch(batch, collate_fn_map=collate_fn_map)
+    return torch.stack(batch, 0, out=out)  # type: ignore[arg-type]
 
 
 def is_own(collate_fn: Callable[[Any], Any]) -> bool:

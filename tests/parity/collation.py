@@ -67,8 +67,6 @@ def _plain() -> dict[str, Callable[[], Any]]:
         "mixed dtypes": lambda: [grid(4000), grid(4000).double()],
         "mixed dtypes narrow": lambda: [grid(4000).double(), grid(4000)],
         "int then float tensors": lambda: [torch.arange(4000), grid(4000)],
-        "tensor then str": lambda: [grid(4), "a"],
-        "tensor then int": lambda: [grid(4), 1],
         "requires_grad": three(lambda k: grid(4000).requires_grad_()),
         "parameters": three(lambda k: torch.nn.Parameter(grid(4000))),
         "subclass": three(lambda k: t.tagged(grid(4000), str(k))),
