@@ -365,8 +365,6 @@ def loading_of(loader: Any) -> Loading:
         loading = None
     if loading is None:  # in one step: two threads may be here
         loading = vars(loader).setdefault("_shmloader_loading", Loading(weakref.ref(loader)))
-    if (
-        loading is None or loading.loader() is not loader
-    ):  # pickled (see `__reduce__`), or copied
+    if loading is None or loading.loader() is not loader:  # pickled (see `__reduce__`), or copied
         loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
     return loading

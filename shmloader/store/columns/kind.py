@@ -12,7 +12,6 @@ object is code. Classes are given by module and name; `ClassFinder` looks them u
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -256,8 +255,9 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return json.dumps({"version": VERSION, **self.parameters}, sort_keys=True).encode()
 
     @classmethod
-    @functools.lru_cache(maxsize=128)  # Arrow calls it at each look at a type whose first instance is gone
     def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> Self:
+        # Arrow calls this at each look at a type whose first instance is gone. A cache of what was made would
+        # end the process: comparing types inside of types drops entries that are in use.
         found = json.loads(serialized)
         version = found.pop("version")
         if not isinstance(version, int) or version > VERSION:
