@@ -133,7 +133,7 @@ PLANTED: dict[Cause, Callable[[], ProfileReport]] = {
     Cause.PROGRAM: lambda: load(Samples(40), step=lambda _: time.sleep(0.02)),
     Cause.HELD: lambda: keep([]),
     Cause.COPIED: lambda: profiled(
-        DataLoader(Large([LARGE], 60), None, num_workers=2, collate_fn=torch.from_numpy)
+        DataLoader(Large([LARGE], 500), None, num_workers=2, collate_fn=torch.from_numpy)
     ),
     Cause.PICKLED: lambda: profiled(
         DataLoader(Large([OBJECTS], 300), None, num_workers=2, collate_fn=as_it_is)
