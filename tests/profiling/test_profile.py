@@ -106,7 +106,9 @@ def test_epochs_that_are_begun_early_are_measured_too() -> None:
     ) as loader:  # fmt: skip
         list(loader)
         report, batches = with_profile(loader, 2)
-    assert len(batches) == report.batches == len(report.made) == 20
+    assert len(batches) == report.batches == 20
+    # The workers may have made some of the third epoch's first batches before the second one ended.
+    assert 20 <= len(report.made) <= 20 + 2 * 2
 
 
 @pytest.mark.parametrize("dataset", [Numbers(), AtOnce()])
