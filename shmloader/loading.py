@@ -198,7 +198,7 @@ class Loading:
         return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
 
     def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """What a look-ahead gives, followed by the loader's state; see `DataLoader.follow`."""
+        """The items of a look-ahead, followed by the loader's state: see `DataLoader.follow`."""
         from shmloader.resume.following import Followed
 
         return Followed(self.states.readers, batches, self.explain_reader)

@@ -27,7 +27,7 @@ Seeds = tuple[int, int]
 
 
 class Begin(NamedTuple):
-    """Where the epoch in progress was begun, or that of a loaded state will be.
+    """The beginning of the epoch in progress, or of that of a loaded state.
 
     Attributes:
         epoch: The sampler's, or None.

@@ -28,7 +28,7 @@ _MOST_PER_CORE = 4  # workers that wait for a disk or a network
 
 
 class Cause(StrEnum):
-    """What holds a loader up."""
+    """Causes that hold a loader up."""
 
     TOO_LITTLE = "too little seen"
     NO_WORKERS = "no workers"
@@ -106,7 +106,7 @@ class Evidence:
 
     @property
     def waited(self) -> str:
-        """How long ``next()`` waited, in words."""
+        """The time that ``next()`` waited, in words."""
         return f"next() waited {share_of(self.wait_s, self.total_s)}"
 
     @property
@@ -146,7 +146,7 @@ def _no_workers(e: Evidence) -> Verdict | None:
 
 
 def _main_process(e: Evidence) -> Verdict | None:
-    """What takes the main process's time, if that is not waiting for workers."""
+    """The cause in the main process, if that is not waiting for workers."""
     p = e.profiled
     sampler_s, next_s = (0.0, 0.0) if p is None else (p.sampler_s, p.next_s)
     if e.held >= _HELD or (e.spills >= _SPILLED * e.batches and e.held > e.slots // 2):

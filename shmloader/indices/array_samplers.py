@@ -126,7 +126,7 @@ def why_unlike_torchs(kind: type) -> str | None:
 
 
 def _arguments(kind: type, generator: torch.Generator) -> list[tuple[Any, dict[str, Any]]]:
-    """What small samplers of a class are made with, to be compared."""
+    """Arguments of small samplers of a class, made to compare the two ways."""
     data, own = range(7), {"generator": generator}
     if kind is SequentialSampler:
         return [(data, {})]

@@ -53,7 +53,7 @@ class MixtureOrder:
         self._ends: list[int | None] = [*ends, None]
 
     def counts(self, draws: int) -> IntArray:
-        """How many of the first draws each source has, shape ``(sources,)``."""
+        """Numbers of the first draws that each source has, shape ``(sources,)``."""
         found = np.zeros(self._sources, np.int64)
         for segment, end in zip(self._segments, self._ends, strict=True):
             if segment.begin >= draws:

@@ -58,7 +58,7 @@ class Finding:
 def find(
     reports: Sequence[Report], growths: Mapping[int, Growth], *, looks_inside: bool
 ) -> Iterator[Finding]:
-    """What is seen in all that grows. Without ``looks_inside`` no loader can have reported a cause."""
+    """The findings about all that grows. Without ``looks_inside`` no loader can have reported a cause."""
     workers: set[int] = set()
     for report in reports:
         alive = [growths[pid] for pid in report.workers if pid in growths]

@@ -31,7 +31,7 @@ REPORTS = "SHMLOADER_MEMORY_REPORTS"
 
 @dataclass(frozen=True)
 class Report:
-    """What one loader's workers hold, as seen in the process that started them.
+    """The objects that one loader's workers hold, as seen in the process that started them.
 
     Attributes:
         pid: That process.

@@ -119,7 +119,7 @@ class Monitor:
         self._reports[report.pid, report.loader] = report
 
     def growths(self, at: Reading) -> dict[int, Growth]:
-        """How each process's private memory had grown: since it was first read, and per minute lately."""
+        """Growth of each process's private memory: since it was first read, and per minute lately."""
         recent = [one for one in self.readings if at.time_s - _WINDOW_S <= one.time_s < at.time_s] + [at]
         oldest = {process.pid: (one, process) for one in reversed(recent) for process in one.processes}
         growths = {}
@@ -140,7 +140,7 @@ class Monitor:
         return at.room.available_nbytes / rate if rate > least_rate else None
 
     def findings(self) -> list[Finding]:
-        """What was seen so far: growth, its cause if a loader has reported it, and the cure."""
+        """The findings so far: growth, its cause if a loader has reported it, and the cure."""
         return list(self._findings.values())
 
     def _find(self, reading: Reading) -> None:

@@ -17,7 +17,7 @@ Tell = Callable[[ProfileReport], object]
 
 
 class Profile:
-    """Where the time of a loader goes, batch by batch: from ``loader.profile()``, used as a context manager.
+    """The measurement of a loader's time, batch by batch: a context manager from ``loader.profile()``.
 
     Epochs that begin inside the block are measured, in the workers too, which send their times with the
     batches. ``print(profile)`` shows the table, at any moment and after the block. Blocks may

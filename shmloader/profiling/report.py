@@ -145,7 +145,7 @@ class ProfileReport:
         return list(replace(self, returned=last, made=made).spans())
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
-        """What was done when: who, the part of the time, when it began, and for how long, in seconds."""
+        """Spans of work: who did it, its name, its beginning and its duration, in seconds."""
         for one in self.returned:
             at_s = one.began_ns / 1e9
             for name in ("step", "wait", "sampler", "next"):

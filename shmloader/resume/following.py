@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class Reading:
-    """How far one reader behind a look-ahead has come. Make it before the look-ahead begins to read.
+    """The progress of one reader behind a look-ahead. Make it before the look-ahead begins to read.
 
     Args:
         readers: The loader's.
@@ -71,7 +71,7 @@ class Reading:
 
 
 class Followed(Iterable[_T], Generic[_T]):
-    """What a look-ahead gives, followed by the loader that it reads; see `DataLoader.follow`."""
+    """The items of a look-ahead, followed by the loader that it reads: see `DataLoader.follow`."""
 
     def __init__(self, readers: Readers, batches: Iterable[_T], explain: Callable[[], None]) -> None:
         self._readers, self._batches, self._explain = readers, batches, explain

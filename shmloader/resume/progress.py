@@ -17,7 +17,7 @@ from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
 
 @dataclass(eq=False)
 class Follower:
-    """How far a reader behind a look-ahead has come in one epoch."""
+    """The progress of a reader behind a look-ahead in one epoch."""
 
     thread: threading.Thread = field(default_factory=threading.current_thread)  # that it began in
     waits: bool = False  # it has asked the look-ahead for the next batch
@@ -131,7 +131,7 @@ class Progress:
 
     @property
     def returned(self) -> int:
-        """How many batches ``next()`` has returned since ``iter()``."""
+        """The number of batches that ``next()`` has returned since ``iter()``."""
         return _number(self.done) - _number(self._begun) - len(self._without)
 
     @property
@@ -159,7 +159,7 @@ class Progress:
         self.followers.remove(follower)
 
     def done_after(self, count: int) -> int | tuple[int, ...]:
-        """What was done, see `done`, when ``next()`` had returned so many batches since ``iter()``.
+        """The batches done, see `done`, when ``next()`` had returned so many since ``iter()``.
 
         Raises:
             ResumeError: If it has returned fewer, or out of order and too many since.
@@ -184,7 +184,7 @@ class Progress:
         return _joined(position + 1, early)
 
     def _without_latest(self, count: int) -> int | tuple[int, ...]:
-        """What was done before the latest batches that were returned."""
+        """The batches done before the latest ones that were returned."""
         undone: set[int] = set()
         for position in reversed(self._latest):
             is_batch = position not in self._without

@@ -1,4 +1,4 @@
-"""Which epoch the program is in, if something reads ahead of it. Main process only."""
+"""The epoch that the program is in, if something reads ahead of it. Main process only."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Readers:
 
     @property
     def returned(self) -> int:
-        """How many batches were returned in the epoch that the loader is in."""
+        """The number of batches returned in the epoch that the loader is in."""
         return 0 if self.latest is None else self.latest.progress.returned
 
     def forget(self) -> None:

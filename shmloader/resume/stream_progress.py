@@ -20,7 +20,7 @@ from shmloader.wire.stream_records import NOTHING_DRAWN, OWN, SHARD, STRIDE, Cur
 
 
 class _Before(NamedTuple):
-    """What a batch changes: the part that it is of, and before it that part's place and the latest part."""
+    """The part that a batch is of; and, before the batch, the place of that part and the latest part."""
 
     part: int
     cursor: Cursor

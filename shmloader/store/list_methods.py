@@ -1,4 +1,4 @@
-"""What a program does with a list and a store can do as well: all but changing it.
+"""Methods of lists that stores have as well: all but those that change it.
 
 Results that a list would give as a new list are lists, in the memory of this process.
 """
@@ -84,7 +84,7 @@ class ListMethods(Sequence[Any]):
 
     @property
     def __dlpack__(self) -> Any:
-        """What ``torch.tensor(store)`` asks for, of arrays, tensors and NumPy's numbers: a copy of all rows.
+        """A copy of all rows, for ``torch.tensor(store)``: of arrays, tensors and NumPy's numbers.
 
         Python's numbers have none: which dtype is wanted of them, nobody tells this method.
         """

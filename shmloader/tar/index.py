@@ -57,7 +57,7 @@ class ArchiveIndex(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What tells whether an archive is the one that an index was made of."""
+    """The identity of an archive: the one that an index was made of has the same."""
 
     size: int
     mtime_ns: int

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Holders:
-    """How many `DatasetSetup` of this process hold each object that is set up."""
+    """Counts of the `DatasetSetup` of this process that hold each object that is set up."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}  # by the object's identity; whoever holds it keeps it alive
@@ -61,7 +61,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class DatasetSetup:
-    """What one worker, or one pass without workers, has set up: the outermost objects with the methods.
+    """The objects that one worker, or one pass without workers, has set up: the outermost with the methods.
 
     Threads, and passes in one process, may share an object: the first sets it up, the last tears it down.
     """
@@ -101,7 +101,7 @@ class DatasetSetup:
 
 
 def setup_methods_of(dataset: Any) -> list[str]:
-    """Which of the methods a dataset has, in words."""
+    """The names of those of the methods that a dataset has."""
     owners = _owners_in(dataset)
     names = [name for name in (_SETUP, _TEARDOWN) if any(callable(attribute_of(one, name)) for one in owners)]
     return [f"the dataset's {name}()" for name in names]
@@ -113,7 +113,7 @@ def _owners_in(dataset: Any) -> list[Any]:
 
 
 def info_without_workers(dataset: Any) -> Any:
-    """What ``worker_setup`` is given where there are no workers: the info of worker 0 of 1."""
+    """The argument of ``worker_setup`` without workers: the info of worker 0 of 1."""
     return torch_private.WorkerInfo(id=0, num_workers=1, seed=torch.initial_seed(), dataset=dataset)
 
 

@@ -1,4 +1,4 @@
-"""What workers have in common, whether they are processes or threads."""
+"""The base of workers, whether they are processes or threads."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _find(
 
 
 def _parts(value: Any, by_value: bool) -> Iterator[tuple[str, Any]]:
-    """What pickle visits inside a value, each with its step in the path."""
+    """The parts that pickle visits inside a value, each with its step in the path."""
     if isinstance(value, dict):
         yield from ((f"[{shown(key)}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -156,7 +156,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _describe(value: Any) -> str:
-    """What a value is, with what to change."""
+    """The kind of a value, and the change to make."""
     if isinstance(value, FunctionType):
         code = value.__code__
         where = f" ({code.co_filename}, line {code.co_firstlineno})"
