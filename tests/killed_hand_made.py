@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kills import BATCHES, EPOCHS, EVERY, Log, Model, Samples, main, save
+from kills import BATCHES, EPOCHS, EVERY, Log, Model, Samples, main, resume, save
 from look_ahead import Eager, InThread, InThreadForGood, in_this_thread
 
 import shmloader
@@ -32,14 +32,7 @@ def train(folder: Path) -> None:
         generator=torch.Generator().manual_seed(2),
         seed_per_sample=True,
     )
-    first_epoch = lines = 0
-    if path.exists():
-        checkpoint = torch.load(path, weights_only=True)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        loader.load_state_dict(checkpoint["loader"])
-        torch.set_rng_state(checkpoint["rng"])
-        first_epoch, lines = checkpoint["epoch"], checkpoint["lines"]
+    first_epoch, lines = resume(path, model, optimizer, loader)
     log, kind = Log(folder, lines), variant // 2 % 4
     for_good = ahead_of(loader, kind, EPOCHS - first_epoch) if kind == 3 else None
 

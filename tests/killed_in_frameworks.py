@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kills import BATCHES, EPOCHS, EVERY, Log, Model, Samples, main, save
+from kills import BATCHES, EPOCHS, EVERY, Log, Model, Samples, main, resume, save
 from torch.utils.data import IterableDataset, RandomSampler
 
 import shmloader
@@ -31,14 +31,7 @@ def loop(folder: Path, loader: Any, batches: Any) -> None:
     """Train on what a wrapper gives; its state is the loader's."""
     path, model = folder / "checkpoint.pt", Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    first_epoch = lines = 0
-    if path.exists():
-        checkpoint = torch.load(path, weights_only=True)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        loader.load_state_dict(checkpoint["loader"])
-        torch.set_rng_state(checkpoint["rng"])
-        first_epoch, lines = checkpoint["epoch"], checkpoint["lines"]
+    first_epoch, lines = resume(path, model, optimizer, loader)
     log = Log(folder, lines)
 
     def keep(epoch: int) -> None:

@@ -65,6 +65,18 @@ class Log:
         self.lines += 1
 
 
+def resume(path: Path, model: Model, optimizer: torch.optim.Optimizer, loader: Any) -> tuple[int, int]:
+    """Go on from the checkpoint, if there is one; returns its epoch, and the lines of the log then."""
+    if not path.exists():
+        return 0, 0
+    checkpoint = torch.load(path, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    loader.load_state_dict(checkpoint["loader"])
+    torch.set_rng_state(checkpoint["rng"])
+    return checkpoint["epoch"], checkpoint["lines"]
+
+
 def save(path: Path, checkpoint: Any) -> None:
     """Replace a checkpoint: a kill leaves the old one or the new one."""
     torch.save(checkpoint, path.with_suffix(".new"))

@@ -21,7 +21,14 @@ from typing import Any, Self
 import psutil
 
 from shmloader.cli.options import MOST_PID, whole_number
-from shmloader.cli.programs import exit_status, forwarded_signals, say, start_program
+from shmloader.cli.programs import (
+    command_parser,
+    exit_status,
+    forwarded_signals,
+    parse_with_program,
+    say,
+    start_program,
+)
 from shmloader.memory.process_memory import read_memory
 from shmloader.monitor import Monitor, start
 from shmloader.monitor.inside import REPORTS
@@ -64,11 +71,7 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmloader memory",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("memory", DESCRIPTION)
     add = parser.add_argument
     add(
         "--pid",
@@ -80,19 +83,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--every", type=float, default=1.0, metavar="S", help="least seconds between readings (default 1)")
     add("--picture", type=Path, metavar="PNG", help="draw memory over time when it ends (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write all readings and findings when it ends")
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to start, after --")
-    arguments = parser.parse_args(words)
-    if arguments.command[:1] == ["--"]:  # kept or dropped, by the version of Python
-        del arguments.command[0]
+    arguments = parse_with_program(parser, words, ("picture", "json"))
     if bool(arguments.pid) == bool(arguments.command):
         parser.error("give either a program after --, or --pid")
     if not 0.1 <= arguments.every <= 3600:
         parser.error("argument --every: a number of seconds from 0.1 to 3600 is needed")
-    if arguments.picture and importlib.util.find_spec("matplotlib") is None:
-        parser.error("argument --picture: matplotlib is not installed: pip install 'shmloader[plots]'")
-    for path in filter(None, (arguments.picture, arguments.json)):
-        if not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no such folder")
     return arguments
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import tempfile
@@ -11,7 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shmloader.cli.programs import exit_status, forwarded_signals, say, start_program
+from shmloader.cli.programs import (
+    command_parser,
+    exit_status,
+    forwarded_signals,
+    parse_with_program,
+    say,
+    start_program,
+)
 from shmloader.profiling.program import FOLDER, read_reports
 from shmloader.profiling.report import render, write_trace
 
@@ -48,11 +54,7 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmloader profile",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("profile", DESCRIPTION)
     add = parser.add_argument
     add(
         "--picture",
@@ -62,19 +64,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     add("--trace", type=Path, metavar="FILE", help="write its last 300 batches as Chrome trace events")
     add("--json", type=Path, metavar="FILE", help="write the figures of all loaders")
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the program to start, after --")
-    arguments = parser.parse_args(words)
-    if arguments.command[:1] == ["--"]:  # kept or dropped, by the version of Python
-        del arguments.command[0]
+    arguments = parse_with_program(parser, words, ("picture", "trace", "json"))
     if not arguments.command:
         parser.error("give a program after --")
-    if arguments.picture and importlib.util.find_spec("matplotlib") is None:
-        parser.error("argument --picture: matplotlib is not installed: pip install 'shmloader[plots]'")
     if arguments.picture and arguments.picture.suffix.lower() not in _PICTURES:
         parser.error(f"argument --picture: {arguments.picture} has to end in one of {', '.join(_PICTURES)}")
-    for path in filter(None, (arguments.picture, arguments.trace, arguments.json)):
-        if not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no such folder")
     return arguments
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -13,6 +15,32 @@ from types import FrameType
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # which it sends to both
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
+
+
+def command_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The parser of a command that starts a program; its options come before ``--``."""
+    return argparse.ArgumentParser(
+        prog=f"python -m shmloader {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def parse_with_program(
+    parser: argparse.ArgumentParser, words: Sequence[str], outputs: Sequence[str]
+) -> argparse.Namespace:
+    """Read a command line whose rest is a program; checks the files that the options ``outputs`` name."""
+    what = "the program to start, after --"
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=what)
+    arguments = parser.parse_args(words)
+    if arguments.command[:1] == ["--"]:  # kept or dropped, by the version of Python
+        del arguments.command[0]
+    if arguments.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("argument --picture: matplotlib is not installed: pip install 'shmloader[plots]'")
+    for path in filter(None, (getattr(arguments, name) for name in outputs)):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no such folder")
+    return arguments
 
 
 def say(text: str) -> None:

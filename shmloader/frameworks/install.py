@@ -64,16 +64,7 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
         ValueError: For a wrong value, for two options that exclude each other, and for ``shard``, which
             belongs to one loader.
     """
-    unknown = options.keys() - OWN_DEFAULTS.keys()
-    if unknown:
-        known = ", ".join(name for name in OWN_DEFAULTS if name != "shard")
-        raise TypeError(f"install() has no option {', '.join(sorted(unknown))}: it has {known}")
-    if options.get("shard") is not None:
-        raise ValueError(
-            f"install(shard={options['shard']!r}) is not possible: batches would be others than torch's. "
-            "Make the loader with shmloader.DataLoader(shard=...)"
-        )
-    _check(options, torch.utils.data.Dataset(), True, None)
+    _check_defaults(options)
     global _options  # noqa: PLW0603 - there is one torch
     before = None if _options is None else {"stateful": states_are_added(), **_options}
     restore = contextlib.ExitStack()
@@ -95,6 +86,19 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     patch_accelerate(_patches)
     _patch_imported()
     return restore
+
+
+def _check_defaults(options: dict[str, Any]) -> None:
+    unknown = options.keys() - OWN_DEFAULTS.keys()
+    if unknown:
+        known = ", ".join(name for name in OWN_DEFAULTS if name != "shard")
+        raise TypeError(f"install() has no option {', '.join(sorted(unknown))}: it has {known}")
+    if options.get("shard") is not None:
+        raise ValueError(
+            f"install(shard={options['shard']!r}) is not possible: batches would be others than torch's. "
+            "Make the loader with shmloader.DataLoader(shard=...)"
+        )
+    _check(options, torch.utils.data.Dataset(), True, None)
 
 
 def _patch_imported() -> None:

@@ -239,6 +239,8 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
 
     NAME: ClassVar[str]
     OVER: ClassVar[Any]
+    maker: Callable[[Origin], Callable[[Any], Any]]
+    """Gives the function that makes a value of what it is kept as; for `getter`."""
 
     def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
         """Make a kind known, under a name in files, over storage of some kinds."""
@@ -296,10 +298,6 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     def check(self, column: Any) -> None:
         if not isinstance(kind_of(self.storage_type), self.OVER):
             raise ValueError(f"{self.NAME} over {self.storage_type} means nothing")  # noqa: TRY004 - of a file
-
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        """The function that makes a value of what it is kept as."""
-        raise NotImplementedError
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         make, read = self.maker(origin), reader_of(column.storage, origin, nulls=False)

@@ -29,11 +29,7 @@ class _Counts(Kind):
     """Values that a function makes of a number each: of days, or of microseconds."""
 
     CODE = "q"
-
-    @staticmethod
-    def make(count: int) -> Any:
-        """Make a value."""
-        raise NotImplementedError
+    make: Callable[[int], Any]  # makes a value
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         counts, make = numbers_of(column, 1, self.CODE, len(column)), self.make
