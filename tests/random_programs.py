@@ -168,7 +168,7 @@ def _leave_out_of_resuming(made: Program) -> None:
         made.resume_workers = made.workers
     if made.sampler_raises_at is not None:  # in place of which batch depends on how many were drawn ahead
         made.resume_workers = made.workers
-    if made.workers == 0 and made.resume_at[1] == 0 and made.sampler.endswith("with state"):
-        made.breaks = {}  # the sampler has not begun the epoch, and its state is in the one that was left
+    if made.resume_at[1] == 0 and made.sampler.endswith("with state"):
+        made.breaks = {}  # such a state is refused: the sampler is still in the epoch that was left
     if made.persistent or made.prefetch_epochs:  # a base seed is drawn once, and not for each epoch
         made.resume_workers = max(made.resume_workers, 1)

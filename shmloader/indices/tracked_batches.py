@@ -64,7 +64,7 @@ class TrackedBatches(Iterator[Any]):
         self._iterator = iterator
         self._stateful = stateful = samplers.sampler_with_state(index_sampler)
         self._begin = self._oldest = self._drawn = begin
-        self._length = 0  # the sampler's own length, if it has one
+        self._length, self._ended = 0, False  # the sampler's own length, if it has one
         if stateful is not None:
             with contextlib.suppress(Exception):  # torch need not ask for it
                 self._length = len(index_sampler)
@@ -96,7 +96,7 @@ class TrackedBatches(Iterator[Any]):
         try:
             index_batch = next(self._iterator)
         except StopIteration:
-            self._length = 0  # it was another
+            self._length, self._ended = 0, True  # it was another
             raise
         if states is not None and states != _global_states():
             self._warning = (
@@ -126,6 +126,11 @@ class TrackedBatches(Iterator[Any]):
             self._after[drawn] = *self._first, self._checksum_at(drawn) or 0
         if drawn - HISTORY > self._begin:
             self._after.pop(drawn - HISTORY, None)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the sampler is in the middle of its epoch: it has given some batches, and not its last."""
+        return bool(self._drawn) and not self._ended and self._drawn != self._length
 
     def own_state(self, taken: int) -> tuple[int, Any, int | None]:
         """The sampler's own state for a program that has had ``taken`` batches, and the batches before it.

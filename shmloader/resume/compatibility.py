@@ -38,6 +38,9 @@ AT_THE_BEGINNING: State = {
 }
 """The keys for the progress of an epoch, with their values before its first batch."""
 
+OF_EPOCH_BEFORE = -1
+"""In place of the number of batches before a sampler's own state, if that is of the epoch before."""
+
 ONE_RANK = (
     "it holds for the rank that wrote it only: save and load a state on each rank, or take a "
     "DistributedSampler, a ShardedSampler or, for a stream, shard='auto', whose states hold for all ranks"
@@ -157,6 +160,12 @@ def check_fit(state: Mapping[str, Any], settings: Settings) -> None:
     """Raise a `ResumeError` with the differences, and what may differ, if a state does not fit a loader."""
     check_whole(state)
     index_sampler = settings.index_sampler
+    if state["sampler_batches"] == OF_EPOCH_BEFORE:
+        raise ResumeError(
+            "the state was taken before an epoch's first batch, and the epoch before was left: the sampler "
+            f"({state['sampler']}) has a state of its own, and would go on with the one that was left. Take "
+            "the state before iter(), or after the first batch"
+        )
     sharded = samplers.sharded_sampler(index_sampler)
     of_loader = described(settings)
     here, then = _with_settings(of_loader), _with_settings({name: state[name] for name in of_loader})

@@ -70,6 +70,7 @@ class Progress:
     by_arrival: bool = False  # batches are returned as they arrive
     # The state that a `ShardedSampler` began with.
     sampler_begin: Mapping[str, int] = field(default_factory=dict)
+    follows_left: bool = False  # the epoch before was left, with its sampler in the middle
     followers: list[Follower] = field(default_factory=list)  # they read this epoch behind a look-ahead
     _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
     _without: list[int] = field(default_factory=list)  # positions done for which no batch was returned
@@ -101,6 +102,10 @@ class Progress:
     def note_next(self, before: GeneratorStates | None) -> None:
         """Note the states of the generators before the next epoch, which begins now."""
         self.before_next = self.before_next or before
+
+    def follow_on(self, before: Progress) -> None:
+        """Note the epoch before."""
+        self.follows_left = before.tracked is not None and before.tracked.is_left
 
     def begin_order(self, before: GeneratorStates) -> None:
         """Note the states of the generators before the sampler draws its order, with the first batch."""

@@ -15,7 +15,7 @@ from shmloader.indices import samplers
 from shmloader.indices.compact_states import CompactStates, digest_of, generator_at
 from shmloader.indices.tracked_batches import state_of
 from shmloader.resume import compatibility
-from shmloader.resume.compatibility import State
+from shmloader.resume.compatibility import OF_EPOCH_BEFORE, State
 from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Progress
 from shmloader.resume.readers import Epoch, Readers
@@ -277,6 +277,7 @@ class States:
         if self.readers.latest is not None:
             before = self.readers.latest.progress
             before.note_next(one_pass.before)
+            progress.follow_on(before)
             if not before.finished:
                 self._older[before] = before.done
         self.readers.go_on(Epoch(one_pass.settings, progress))
@@ -306,4 +307,6 @@ def _sampler_keys(epoch: Epoch, taken: int) -> State:
         return {"sampler_checksum": tracked.checksum(taken)}
     begin, own, checksum = tracked.own_state(taken)
     text = pack_user_state(own, type(stateful).__name__)
+    if not begin and progress.follows_left:  # this state of the sampler's is of the epoch that was left
+        begin = OF_EPOCH_BEFORE
     return {"sampler_state": text, "sampler_batches": begin, "sampler_checksum": checksum}

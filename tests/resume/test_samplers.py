@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain, StatefulToTheEnd
+from resume_datasets import FromRandom, FromRandomOneByOne, OwnGenerator, Plain, Stateful, StatefulToTheEnd
 from resume_loaders import started, take, values
 from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
 
@@ -296,6 +296,27 @@ def test_an_epoch_that_is_over_is_not_drawn_again_where_a_sampler_tells_a_greate
     other.load_state_dict(state)
     torch.set_rng_state(drawn_so_far)
     assert values(other) == following
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_is_still_in_the_epoch_that_was_left_is_not_resumed(workers: int) -> None:
+    """It begins the next epoch only with its first batch; loaded before, it would go on with the one left."""
+    with DataLoader(Plain(80), 4, sampler=Stateful(80), num_workers=workers) as loader:
+        loader.state_dict()
+        take(iter(loader), 3)
+        left = loader.state_dict()
+        iterator = iter(loader)
+        early = loader.state_dict()
+        batches = take(iterator, 1)
+        state, rest = loader.state_dict(), values(iterator)
+    other = DataLoader(Plain(80), 4, sampler=Stateful(80))
+    with pytest.raises(ResumeError, match="before an epoch's first batch, and the epoch before was left"):
+        other.load_state_dict(early)
+    other.load_state_dict(state)
+    assert values(other) == rest
+    other = DataLoader(Plain(80), 4, sampler=Stateful(80))
+    other.load_state_dict(left)
+    assert values(other) == (batches + rest)[3:]  # this sampler begins the same epoch again
 
 
 def test_a_state_is_the_same_again_before_the_next_batch_where_a_sampler_has_no_length() -> None:
