@@ -122,7 +122,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             if batch is not LEFT_OUT:
                 break
         if self._pins and not captured:
-            self._counters.add(pin_copies=1)
+            self._counters.add("pin_copies")
             batch = torch_private.pin_memory(batch, self._pin_memory_device)
         if self._device is not None:
             from shmloader.device import to_device
@@ -169,7 +169,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken(returned=False)
-            self._counters.add(failures=1)
+            self._counters.add("failures")
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
             raise

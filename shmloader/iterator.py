@@ -340,7 +340,7 @@ class SlotIterator(torch_private.OwnOrder):
                 told, report = batch, batch.stream
                 batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
                 if told.error:
-                    self._counters.add(failures=1)
+                    self._counters.add("failures")
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
                     self._pass_over(position, worker_id, report)

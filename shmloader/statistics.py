@@ -6,7 +6,7 @@ import html
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from shmloader.messages import shown
 from shmloader.verdict import Evidence, judge, time_of
@@ -232,6 +232,21 @@ class Recorder(Protocol):
         """Take a worker's `BatchTimes`; ``payload`` is the packed index batch."""
 
 
+_Rare = Literal[
+    "failures",
+    "spills",
+    "spilled_nbytes",
+    "detached",
+    "pin_copies",
+    "worker_restarts",
+    "tasks_ahead",
+    "epochs_prefetched",
+    "epochs_in_vain",
+    "wait_for_device_ns",
+]
+_Warned = Literal["warned_of_spills", "warned_of_copies"]
+
+
 @dataclass
 class Counters:
     """The counters of one loader, shared by its iterators; main process only.
@@ -291,10 +306,9 @@ class Counters:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder
 
-    def add(self, **counts: int) -> None:
-        """Add to counts, by their names: for what few batches have."""
-        for name, count in counts.items():
-            setattr(self, name, getattr(self, name) + count)
+    def add(self, name: _Rare, count: int = 1) -> None:
+        """Add to a count that few batches have."""
+        setattr(self, name, getattr(self, name) + count)
 
     def note_answer(self, wait_ns: int, made_ns: int) -> None:
         """Count the times of a worker: waiting for a task, and making its batch."""
@@ -319,8 +333,8 @@ class Counters:
         """Note the size of a batch in its slot."""
         self.largest_batch_nbytes = max(self.largest_batch_nbytes, batch_nbytes)
 
-    def warns_first(self, name: str) -> bool:
-        """Whether a warning, by its flag's name, is to be given now: once for each loader."""
+    def warns_first(self, name: _Warned) -> bool:
+        """Whether a warning is to be given now: once for each loader."""
         before = getattr(self, name)
         setattr(self, name, True)
         return not before

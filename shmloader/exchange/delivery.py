@@ -121,7 +121,7 @@ class Delivery:
         # the mode "global". While a graph is captured the batch is a private copy, or private memory.
         is_captured = self._is_capturing if self._driver is None else self._driver.captures_open
         if (not is_pinned or (self._pin_memory and not is_plain(batch))) and not is_captured():
-            self._exchange.counters.add(pin_copies=not is_pinned)
+            self._exchange.counters.add("pin_copies", not is_pinned)
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         return batch if self._device is None else to_device(batch, self._device)
 

@@ -238,7 +238,7 @@ class Exchange:
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
                 self.counters.note_answer(wait_ns, made_ns)
                 if flags & DETACHED:
-                    self.counters.add(detached=1)
+                    self.counters.add("detached")
             else:
                 self._accept_other(worker, records, begin)
 
@@ -270,7 +270,7 @@ class Exchange:
             worker, silent_s, self.table, self.workers, self.lifecycle, self._restarts_left
         )
         self._restarts_left -= 1
-        self.counters.add(worker_restarts=1)
+        self.counters.add("worker_restarts")
         self.joining.discard(fresh.worker_id)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]

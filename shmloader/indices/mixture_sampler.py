@@ -264,16 +264,14 @@ class MixtureSampler(DistributedSampler[int]):
     def _runs(self, epoch: int, draw: int, source_orders: _SourceOrders) -> Iterator[IntArray]:
         """This rank's indices from a draw of an epoch on, in pieces of shape ``(draws, run_length)``."""
         order, key, first = self._order_of(epoch)
-        counts, ranks, piece = (
-            order.counts(first + draw),
-            self.num_replicas,
-            max(1, _PIECE // self.run_length),
-        )
+        counts, ranks = order.counts(first + draw), self.num_replicas
+        piece = max(1, _PIECE // self.run_length)
+        smallest = np.min_scalar_type(len(counts))  # of small numbers the order is found most quickly
         for at, drawn in order.chunks(first + draw):
             skipped = (first + draw - at) % ranks  # draws of other ranks before the first own one
             indices = np.empty((len(range(skipped, len(drawn), ranks)), self.run_length), np.int64)
             ends = np.bincount(drawn, minlength=len(counts)).cumsum()[:-1]
-            for source, of_it in enumerate(np.split(drawn.astype(np.int16).argsort(kind="stable"), ends)):
+            for source, of_it in enumerate(np.split(drawn.astype(smallest).argsort(kind="stable"), ends)):
                 numbers = np.arange(counts[source], counts[source] + len(of_it))
                 counts[source] += len(of_it)
                 own = (of_it - skipped) % ranks == 0

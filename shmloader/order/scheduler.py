@@ -188,9 +188,9 @@ class Scheduler:
             return None
         early = self._next_epoch.take(discard=discard or self._table.due() is not None)
         if early is None:
-            self._counters.add(epochs_in_vain=1)
+            self._counters.add("epochs_in_vain")
             return None
-        self._counters.add(epochs_prefetched=1)
+        self._counters.add("epochs_prefetched")
         return early
 
     def discard_early(self) -> None:
@@ -281,7 +281,7 @@ class Scheduler:
         if self._sent == self._length:  # its end is asked for as early as with static dispatch
             return False
         sent = self._send_task()
-        self._counters.add(tasks_ahead=sent)
+        self._counters.add("tasks_ahead", sent)
         return sent
 
     # --- workers whose iterable-style dataset is exhausted

@@ -143,7 +143,8 @@ class SlotMemory:
     def _note_pieces(self, place: Place, nbytes: int) -> None:
         """Note that a batch came in pieces, because its slot could not be made large enough."""
         budget = self.budget
-        self.counters.add(spills=1, spilled_nbytes=nbytes)
+        self.counters.add("spills")
+        self.counters.add("spilled_nbytes", nbytes)
         self._recent.append(nbytes)
         if nbytes > budget.typical_nbytes:
             self._adapt(nbytes)
@@ -167,7 +168,8 @@ class SlotMemory:
         nbytes = place.used_nbytes
         private = np.empty(nbytes, np.uint8)
         private[:] = np.frombuffer(self.map(place).buffer, np.uint8)[:nbytes]
-        self.counters.add(spills=1, spilled_nbytes=nbytes)
+        self.counters.add("spills")
+        self.counters.add("spilled_nbytes", nbytes)
         guarded = [place.state for place in self.places].count(GUARDED)
         in_use = self.kept + max(self.budget.most_tasks, self.tasks - 1)
         if self.counters.warned_of_spills or not self.guard.admits_leases():  # while a graph is captured

@@ -101,7 +101,7 @@ class PlaceTable(SlotMemory):
         if not (waits and self.guard.active):
             return False
         waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
-        self.counters.add(wait_for_device_ns=waited_ns)
+        self.counters.add("wait_for_device_ns", waited_ns)
         return self.can_lease(waits=False)
 
     def has_room(self) -> bool:
