@@ -227,7 +227,8 @@ def test_one_of_many_quick_batches_stands_for_the_others() -> None:
         assert max(len(report.made), len(report.returned)) < 4000
         ((measured, each_s),) = report.by_worker.values()
         assert 6000 < measured <= 8000
-        assert each_s * 8000 < loader.statistics().iterating_s
+        stood_for = measured / len(report.made)  # batches by each entry, some 30
+        assert each_s * 8000 < loader.statistics().iterating_s * stood_for / 4, "the time of one, not of all"
         assert report.total_s == pytest.approx(loader.statistics().iterating_s, rel=0.2)
 
 

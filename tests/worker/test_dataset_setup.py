@@ -99,9 +99,10 @@ from shmloader import DataLoader
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
     loader = DataLoader(Opens(Path(sys.argv[1])), 2, num_workers=2, multiprocessing_context=sys.argv[2])
-    for _ in loader:
-        print("ready", flush=True)
-        time.sleep(60)
+    for number, _ in enumerate(loader):
+        if number == 1:  # both workers have begun
+            print("ready", flush=True)
+            time.sleep(60)
 """
 
 
