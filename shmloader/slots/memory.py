@@ -180,19 +180,28 @@ class SlotMemory:
         elif nbytes > _LITTLE_NBYTES and in_use >= self.budget.base_slots + RETAINED_SLOTS:
             self._warn(
                 f"the program keeps {self.kept} batches, the most that slots are made for: further ones, "
-                f"this one of {nbytes:,} bytes, {_COPIED}. Keep fewer batches at a time (`del` those that "
-                "you no longer need), or only what is needed of each, copied (`tensor.clone()`, `.item()`)."
+                f"this one of {nbytes:,} bytes, {_COPIED}. {self._holders()} Keep fewer batches at a time "
+                "(`del` those that you no longer need), or only what is needed of each, copied "
+                "(`tensor.clone()`, `.item()`)."
             )
         elif nbytes > _LITTLE_NBYTES:
-            self._warn_of_budget(f"the program keeps {self.kept} batches", self._needed_nbytes(nbytes))
+            why = f"the program keeps {self.kept} batches"
+            self._warn_of_budget(why, self._needed_nbytes(nbytes), f" {self._holders()}")
         return private
+
+    def _holders(self) -> str:
+        """What keeps the batches that are leased, in a sentence."""
+        from shmloader.slots.holders import holders  # only programs that are warned need it
+
+        kept = [place.extent for place in self.places if place.state_now is LEASED]
+        return holders(extent for extent in kept if extent is not None)
 
     def _needed_nbytes(self, nbytes: int) -> int:
         """Bytes for slots that each hold the largest batch."""
         budget = self.budget
         return (budget.wanted_tasks + SPARE_SLOTS) * whole_pages(max(nbytes, budget.largest_nbytes))
 
-    def _warn_of_budget(self, why: str, needed_nbytes: int) -> None:
+    def _warn_of_budget(self, why: str, needed_nbytes: int, holders: str = "") -> None:
         """Warn that the budget has no room for a batch, and name one that has."""
         budget, least, fewer = self.budget, "", ""
         slots = budget.wanted_tasks + SPARE_SLOTS
@@ -202,8 +211,8 @@ class SlotMemory:
             fewer = f" If most are as large, fewer than {budget.wanted_tasks} are made in advance."
         self._warn(
             f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: batches beyond it "
-            f"{_COPIED}.{fewer} A budget for this loader's slots is at least {needed_nbytes:,} bytes "
-            "(memory_budget_nbytes=...), plus what the program keeps; or use a smaller batch_size, "
+            f"{_COPIED}.{fewer}{holders} A budget for this loader's slots is at least {needed_nbytes:,} "
+            "bytes (memory_budget_nbytes=...), plus what the program keeps; or use a smaller batch_size, "
             "prefetch_factor or num_workers."
         )
 

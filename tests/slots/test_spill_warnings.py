@@ -1,7 +1,12 @@
 """Copies of batches to private memory give one warning, with numbers and advice."""
 
 import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import torch
 from caught_warnings import caught_warnings
 from loading import Growing, Numbered
 
@@ -60,3 +65,49 @@ def test_one_warning_says_that_batches_are_copied_and_that_fewer_are_made_ahead(
     assert warning.category is SpillWarning
     assert "copied to private memory" in str(warning.message)
     assert "fewer than 4 are made in advance" in str(warning.message)
+
+
+class Training:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.history: list[object] = []
+
+
+def _warning_of(keep: Callable[[torch.Tensor], object], **options: Any) -> str:
+    loader = DataLoader(Numbered(80, items=20_000), num_workers=1, **options)
+    with loader, caught_warnings() as caught:
+        for batch in loader:
+            keep(batch)
+    (warning,) = caught
+    return str(warning.message)
+
+
+def test_the_warning_names_the_variable_that_keeps_batches() -> None:
+    training = Training()
+    text = _warning_of(lambda batch: training.history.append({"image": batch}))
+    leaf = "(Tensor (1, 20000) torch.int64; 65 leaves of 65 batches)"
+    assert f"kept by `training.history[0]['image']` in {Path(__file__).name}" in text
+    assert leaf in text
+
+
+def test_a_budget_that_is_used_up_by_kept_views_names_them() -> None:
+    rows = {}
+    text = _warning_of(lambda batch: rows.setdefault(len(rows), batch[0]), memory_budget_nbytes=1_600_000)
+    assert f"kept by `rows[0]` in {Path(__file__).name}" in text
+
+
+def test_losses_that_keep_batches_by_their_graph_are_named() -> None:
+    weights, losses = torch.ones(20_000, requires_grad=True), []
+    text = _warning_of(lambda batch: losses.append((batch * weights).sum()))
+    assert "`losses[0]`" in text
+    assert "keep `.item()` or `.detach()` of it" in text
+
+
+def test_a_search_for_what_keeps_batches_keeps_nothing_itself() -> None:
+    """The variables of a running function are copied to look at them; the copies must not live on."""
+    history = []
+    _warning_of(history.append)
+    first = weakref.ref(history[0])
+    del history
+    assert first() is None

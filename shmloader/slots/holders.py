@@ -1,0 +1,182 @@
+"""Finds the variables of a program that keep batches: which leaf is alive, and where.
+
+Runs in the main process, once, as a `SpillWarning` is given. It looks at the variables of the functions that
+are running, and into containers and objects from there; it runs none of the program's code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shmloader.memory import Extent
+
+_MOST_LOOKED_AT = 100_000  # objects; it takes about a tenth of a second
+_MOST_ITEMS = 2_000  # of a container: slots have the batches that were kept first
+_MOST_NAMED = 3  # variables
+_LEAVES = (torch.Tensor, np.ndarray)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_NOT_ENTERED = (
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    ModuleType,
+    FunctionType,
+    np.generic,
+)
+_OWN = str(Path(__file__).parents[1])
+
+
+class _Seen(NamedTuple):
+    """An object, the variable that leads to it and where that is, and the expression for the object."""
+
+    value: object
+    variable: str
+    where: str
+    expression: str
+
+    def __str__(self) -> str:
+        return f"`{self.expression}` {self.where}"
+
+
+@dataclass
+class _Holder:
+    """A variable that keeps batches: their slots, the leaves that it leads to, and the first of them."""
+
+    first: _Seen
+    slots: set[int] = field(default_factory=set)
+    leaves: int = 0
+
+    def add(self, slot: int) -> None:
+        """Count a leaf in a slot."""
+        self.slots.add(slot)
+        self.leaves += 1
+
+    def __str__(self) -> str:
+        value = self.first.value
+        leaf = f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"  # type: ignore[attr-defined]
+        return f"{self.first} ({leaf}; {self.leaves} leaves of {len(self.slots)} batches)"
+
+
+def holders(extents: Iterable[Extent]) -> str:
+    """The variables that keep the batches in the given slots, in a sentence for a warning.
+
+    Args:
+        extents: The slots whose batches the program keeps.
+
+    Returns:
+        The variables that keep most batches, each with a leaf of a batch by its expression; or, if they lead
+        to less than half of the batches, where others may be.
+    """
+    slots = {extent.address: extent.nbytes for extent in extents}
+    begins = sorted(slots)
+    found: dict[tuple[str, str], _Holder] = {}
+    graph: _Seen | None = None
+    for seen in _objects():
+        value = seen.value
+        if type(value) is torch.Tensor and value.grad_fn is not None:
+            graph = graph or seen
+        address = _address(value)
+        begin = begins[bisect_right(begins, address) - 1] if begins else 0
+        if 0 <= address - begin < slots.get(begin, 0):
+            found.setdefault((seen.variable, seen.where), _Holder(seen)).add(begin)
+    most = sorted(found.values(), key=lambda holder: -len(holder.slots))[:_MOST_NAMED]
+    known = {begin for holder in most for begin in holder.slots}
+    if 2 * len(known) > len(slots):
+        return (
+            f"They are kept by {', '.join(str(one) for one in most if len(one.slots) > 1 or one is most[0])}."
+        )
+    if graph is not None:
+        return (
+            f"No variable leads to most of them; but {graph} has a graph, which may keep the batches that it "
+            "was computed from: keep `.item()` or `.detach()` of it."
+        )
+    return "No variable of a running function leads to most of them: look at comprehensions and closures."
+
+
+def _objects() -> Iterator[_Seen]:
+    """The objects that the running functions of the program can reach, the nearest first."""
+    left = deque(_variables())
+    known: set[int] = set()
+    kept: list[object] = []  # an object of which only this knows would give its id to another one
+    while left and len(known) < _MOST_LOOKED_AT:
+        seen = left.popleft()
+        if id(seen.value) in known or issubclass(type(seen.value), _NOT_ENTERED):
+            continue
+        known.add(id(seen.value))
+        kept.append(seen.value)
+        yield seen
+        if len(left) < _MOST_LOOKED_AT:
+            left.extend(_inside(seen))
+
+
+def _variables() -> Iterator[_Seen]:
+    """The variables of the functions that are running, in all threads, and of their modules."""
+    modules: set[int] = set()
+    for innermost in sys._current_frames().values():  # noqa: SLF001 - documented, for debugging
+        frame: FrameType | None = innermost
+        while frame is not None:
+            code = frame.f_code
+            if not code.co_filename.startswith(_OWN):
+                at = f"in {Path(code.co_filename).name}:{frame.f_lineno}"
+                if code.co_flags & inspect.CO_OPTIMIZED:
+                    variables = frame.f_locals
+                    yield from [_Seen(value, name, at, name) for name, value in variables.items()]
+                    if type(variables) is dict:  # a copy, which the frame would keep with all in it
+                        variables.clear()
+                if id(frame.f_globals) not in modules:
+                    modules.add(id(frame.f_globals))
+                    at = f"in the module {frame.f_globals.get('__name__')}"
+                    yield from [_Seen(value, name, at, name) for name, value in [*frame.f_globals.items()]]
+            frame = frame.f_back
+
+
+def _inside(seen: _Seen) -> list[_Seen]:
+    """What is in a container, or in the ``__dict__`` of an object."""
+    value, expression = seen.value, seen.expression
+    kind = type(value)
+    if kind in _CONTAINERS:
+        items = enumerate(islice(value, _MOST_ITEMS))  # type: ignore[call-overload]
+        return [seen._replace(value=one, expression=f"{expression}[{number}]") for number, one in items]
+    if issubclass(kind, dict):
+        pairs = _items(value)
+        return [seen._replace(value=one, expression=f"{expression}[{key!r:.30}]") for key, one in pairs]
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return []
+    if type(attributes) is not dict or kind in _LEAVES:
+        return []
+    pairs = _items(attributes)
+    return [seen._replace(value=one, expression=f"{expression}.{name}") for name, one in pairs]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """The items of a dict, with keys that may be shown without the program's code; others by their class."""
+    plain = (str, int, float, bool, bytes)
+    items = islice(dict.items(value), _MOST_ITEMS)
+    return [(key if type(key) in plain else type(key), one) for key, one in [*items]]
+
+
+def _address(value: object) -> int:
+    if type(value) is np.ndarray:
+        return int(value.ctypes.data)
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
+        return value.data_ptr()
+    return -1
