@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,26 @@ def test_the_documented_callback_gives_a_tracker_its_scalars() -> None:
     assert writer.found["loader/batches_per_s"] > 0
     assert 0 <= writer.found["loader/main/wait/share"] <= 1
     assert "loader/workers/fetch/p99_s" in writer.found
+
+
+def test_the_documented_callback_gives_prometheus_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(from prometheus_client.*?)```", page, re.DOTALL)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given: dict[str, Any] = {}
+    exec(recipe.replace("9100", str(port)), given)
+    loader = DataLoader(Numbered(160), 8, num_workers=1)
+    with loader, loader.profile(every_s=0.05, callback=given["export"]):
+        for _ in loader:
+            time.sleep(0.01)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    given["server"].shutdown()
+    given["server"].server_close()
+    given["thread"].join()
+    rate = next(line.split()[-1] for line in lines if line.startswith('shmloader{name="batches_per_s"}'))
+    assert 0 < float(rate) < 100
 
 
 def test_one_of_many_quick_batches_stands_for_the_others() -> None:
