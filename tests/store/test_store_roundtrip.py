@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 from store_samples import Colour, Custom, Frozen, Person, Point, Slotted, same
 from store_strategies import ARRAYS, SCALARS, containers
 
@@ -21,7 +22,9 @@ from shmloader.store import share
 VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=8)
 ROWS = st.lists(VALUES, max_size=12) | st.lists(containers(SCALARS), max_size=12)
 
-THOROUGH = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+THOROUGH = settings(
+    max_examples=100 if LONG else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @THOROUGH

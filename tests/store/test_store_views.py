@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 from store_samples import Point, same
 from store_strategies import ARRAYS, SCALARS, containers
 
@@ -224,7 +225,7 @@ VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=40)
 
 
 @pytest.mark.usefixtures("everything_is_large")
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150 if LONG else 40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(VALUES, max_size=6), st.integers(1, 30))
 def test_views_hold_what_was_given(rows: list[Any], times: int) -> None:
     rows = [*rows, [rows] * times, dict.fromkeys(range(times), rows), {"a": [Point(1, 2.0)] * times}]
