@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -219,6 +219,18 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     @never_compiled
     def __iter__(self) -> Any:
         return loading_of(self).iterate(super().__iter__)
+
+    @never_compiled
+    def __aiter__(self) -> AsyncIterator[_T_co]:
+        """The batches of a new pass for ``async for`` in asyncio: other tasks run while a batch is made.
+
+        Order, exceptions, ``timeout`` and states are as with ``for``; a task that is cancelled has lost no
+        batch. Without workers each batch is made in the event loop's thread. See docs/waiting.md.
+
+        Raises:
+            NotImplementedError: If torch's own iterator loads, with the reason.
+        """
+        return loading_of(self).iterate_async(iter(self))
 
     @never_compiled
     def _get_iterator(self) -> Any:

@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from shmloader.errors import LoaderClosed, SharedMemoryExhausted
+from shmloader.errors import LoaderClosed, NotReady, SharedMemoryExhausted
 from shmloader.exchange import recovery
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.interrupts import WAITING, Lifecycle
@@ -75,6 +75,7 @@ class Exchange:
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
         self._wait_ns = 0  # how long the last wait took
+        self._nothing_since_s: float | None = None  # `receive` without waiting has found nothing since then
 
     # --- out
 
@@ -165,10 +166,11 @@ class Exchange:
             self._recover(worker, None)
         return records != b""
 
-    def receive(self, due_from: int | None = None) -> None:
+    def receive(self, due_from: int | None = None, *, waits: bool = True) -> None:
         """Sleep until any worker has sent a record, and receive it; ``due_from`` is blamed for a timeout.
 
         Raises:
+            NotReady: If there is none and it is not to wait for one.
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
             WorkerTimeout: If nothing came within the timeout, and no worker is to be replaced for it.
             LoaderClosed: If the loader was closed meanwhile, by another thread.
@@ -181,18 +183,33 @@ class Exchange:
             except SharedMemoryExhausted as error:
                 lifecycle.expect(error)
                 raise
-        began_ns = time.perf_counter_ns()
-        before, lifecycle.phase = lifecycle.phase, WAITING
-        ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
-        lifecycle.phase = before
-        self._note_wait(time.perf_counter_ns() - began_ns)
+        if waits:
+            began_ns = time.perf_counter_ns()
+            before, lifecycle.phase = lifecycle.phase, WAITING
+            ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
+            lifecycle.phase = before
+            self._note_wait(time.perf_counter_ns() - began_ns)
+        else:
+            ready = self.workers.ready()
         if self.workers.interrupted:
             raise lifecycle.expect(
                 LoaderClosed("the loader was closed by another thread while this one waited for a batch")
             )
+        if not (ready or waits or self._is_overdue()):
+            raise lifecycle.expect(
+                NotReady("the next batch is not here yet. Wait until the iterator's fileno() is readable")
+            )
+        self._nothing_since_s = None
         if not ready:
             self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
         self._take_in(ready)
+
+    def _is_overdue(self) -> bool:
+        """Whether `receive` without waiting has found nothing for as long as the timeout, or longer."""
+        now_s = time.monotonic()
+        if self._nothing_since_s is None:
+            self._nothing_since_s = now_s
+        return self._timeout_s is not None and now_s - self._nothing_since_s >= float(self._timeout_s)
 
     def look_for_joining(self) -> None:
         """Receive records of workers that are `joining`."""

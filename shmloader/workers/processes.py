@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.failures.stacks import StackFile, answers
@@ -24,6 +24,9 @@ from shmloader.worker.links import Pipes
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
 from shmloader.workers.launch import begin_fork_server, check_descriptors, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
+
+if TYPE_CHECKING:
+    from shmloader.workers.readiness import Readiness
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
@@ -165,6 +168,7 @@ class ProcessWorkers(BaseWorkers):
         self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
+        self._readiness: Readiness | None = None  # once `fileno` was called
         self._wake_fd = -1  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
         with HeldInterrupts():
@@ -235,6 +239,8 @@ class ProcessWorkers(BaseWorkers):
         """
         with HeldInterrupts():
             old = self.workers[worker_id]
+            if self._readiness is not None:  # before its descriptors' numbers are used again
+                self._readiness.follow([worker for worker in self.workers if worker is not old])
             self._end([old])
             self._poller = None
             try:
@@ -281,9 +287,29 @@ class ProcessWorkers(BaseWorkers):
         self._poller = poller  # last: a poller that an interrupt left incomplete would wait for ever
         return poller
 
+    def ready(self) -> list[ProcessWorker]:
+        """The workers that have sent something or ended, without a wait."""
+        spoke = self.wait(0.0)
+        if self._readiness is not None and not spoke:
+            self._readiness.follow(self.workers)
+        return spoke
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once `ready` finds more than it did last, and after `close`."""
+        if self._readiness is None:
+            from shmloader.workers.readiness import Readiness
+
+            self._readiness = Readiness()
+            self._readiness.follow(self.workers)
+            if self.interrupted or self.closed:
+                self._readiness.set()
+        return self._readiness.fd
+
     def interrupt(self) -> None:
         """Make `wait`, in another thread, return at once from now on."""
         self.interrupted = True
+        if self._readiness is not None:
+            self._readiness.set()
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -360,6 +386,9 @@ class ProcessWorkers(BaseWorkers):
             self._poller = None
             live.discard(self)
             forked = self._method == "fork"  # such a worker comes to its first line at once
+            if self._readiness is not None:
+                self._readiness.follow([])
+                self._readiness.set()
             for worker in workers:
                 worker.close_pipes()
                 if not worker.heard and (
