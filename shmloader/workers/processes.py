@@ -21,6 +21,7 @@ from shmloader.memory.process_memory import read_memory
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
+from shmloader.worker.parent_watch import sigterm_grace_s
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
 from shmloader.workers.launch import begin_fork_server, check_descriptors, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
@@ -40,7 +41,9 @@ _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is c
 class ProcessWorker:
     """One worker process and its two pipes."""
 
-    def __init__(self, worker_id: int, process: Any, requests_fd: int, answers_fd: int) -> None:
+    def __init__(
+        self, worker_id: int, process: Any, requests_fd: int, answers_fd: int, *, ends_on_sigterm: bool = True
+    ) -> None:
         os.set_blocking(requests_fd, False)
         os.set_blocking(answers_fd, False)
         self.worker_id = worker_id
@@ -55,6 +58,7 @@ class ProcessWorker:
             self.death_fd = os.pidfd_open(process.pid)
         except (AttributeError, OSError):
             self.death_fd = int(process.sentinel)
+        self._ends_on_sigterm = ends_on_sigterm
         self.heard = False  # whether a record came from it yet
         self.released = False  # whether it has ended and this side's descriptors are closed
         self._unsent: deque[bytes] = deque()
@@ -126,6 +130,13 @@ class ProcessWorker:
         poller.register(self.death_fd, select.POLLIN)
         return bool(poller.poll(0))
 
+    def terminate(self) -> None:
+        """End the process at once, by SIGTERM where that does it."""
+        if self._ends_on_sigterm:
+            self.process.terminate()
+        else:
+            self.process.kill()
+
     def release(self) -> None:
         """Close this side's descriptors; the process has ended."""
         self.released = True
@@ -194,13 +205,14 @@ class ProcessWorkers(BaseWorkers):
             yield payload
 
     def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
+        grace_s = sigterm_grace_s()
         check_descriptors()
         requests_read, requests_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._starting = (requests_write, answers_read)
         pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
         try:
-            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes)
+            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes, grace_s)
         except BaseException:
             os.close(requests_write)
             os.close(answers_read)
@@ -210,7 +222,7 @@ class ProcessWorkers(BaseWorkers):
             # The worker's ends: only the worker may hold them, or its death would not close the pipe.
             os.close(requests_read)
             os.close(answers_write)
-        return ProcessWorker(worker_id, process, requests_write, answers_read)
+        return ProcessWorker(worker_id, process, requests_write, answers_read, ends_on_sigterm=grace_s <= 0)
 
     def _put(self, worker: ProcessWorker) -> None:
         """Add a worker, or put it in the place of the one with its number."""
@@ -394,7 +406,7 @@ class ProcessWorkers(BaseWorkers):
                 if not worker.heard and (
                     worker.worker_id in self._added or not (forked or answers(worker.pid))
                 ):
-                    worker.process.terminate()
+                    worker.terminate()
             deadline = time.monotonic() + grace_s
             for worker in workers:
                 # A second Ctrl-C means that the user will not wait.
@@ -407,10 +419,10 @@ class ProcessWorkers(BaseWorkers):
 
     def _end(self, workers: list[ProcessWorker]) -> None:
         """End those processes that have not ended by themselves, and release all."""
-        for order in ("terminate", "kill"):
+        for order in (ProcessWorker.terminate, lambda worker: worker.process.kill()):
             stuck = [worker for worker in workers if not worker.is_dead()]
             for worker in stuck:
-                getattr(worker.process, order)()
+                order(worker)
             deadline = time.monotonic() + 1.0
             for worker in stuck:
                 worker.process.join(max(0.0, deadline - time.monotonic()))
