@@ -124,6 +124,7 @@ class SlotIterator(torch_private.OwnOrder):
             init_fn=init_fn,
             seeds_samples=settings.seeds_samples,
             places=settings.place_results,
+            max_nbytes=settings.worker_max_nbytes,
             make_probe=_make_probe(self._counters.recorder),
         )
         return start_workers(settings, make_arguments)

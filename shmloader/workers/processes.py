@@ -242,15 +242,19 @@ class ProcessWorkers(BaseWorkers):
     def renew_datasets(self) -> None:
         """Do nothing: processes have datasets of their own."""
 
-    def restart(self, worker_id: int) -> ProcessWorker:
+    def restart(self, worker_id: int, *, has_left: bool = False) -> ProcessWorker:
         """Replace one, dead or not, by a new process with new pipes, without a task.
+
+        One that ``has_left`` is ending by itself, and may take as long for that as in `close`.
 
         Raises:
             Exception: Any that kept the new one from starting; then all workers are stopped.
             LoaderClosed: If another thread has closed the loader meanwhile.
         """
-        with HeldInterrupts():
+        with HeldInterrupts() as interrupts:
             old = self.workers[worker_id]
+            if has_left:
+                _wait_for([old], _STOP_S, interrupts)
             if self._readiness is not None:  # before its descriptors' numbers are used again
                 self._readiness.follow([worker for worker in self.workers if worker is not old])
             self._end([old])
@@ -407,11 +411,7 @@ class ProcessWorkers(BaseWorkers):
                     worker.worker_id in self._added or not (forked or answers(worker.pid))
                 ):
                     worker.terminate()
-            deadline = time.monotonic() + grace_s
-            for worker in workers:
-                # A second Ctrl-C means that the user will not wait.
-                while not (worker.is_dead() or interrupts.came or time.monotonic() >= deadline):
-                    worker.process.join(_LOOK_S)
+            _wait_for(workers, grace_s, interrupts)
             self._end(workers)
             self._stacks.close()
             self._close_wake()
@@ -444,3 +444,11 @@ class ProcessWorkers(BaseWorkers):
         self._close_wake()
         self.closed = True
         self.closed_because = "its workers belong to the process that this one was forked from"
+
+
+def _wait_for(workers: list[ProcessWorker], grace_s: float, interrupts: HeldInterrupts) -> None:
+    """Wait until processes have ended by themselves; not after a second Ctrl-C: the user will not wait."""
+    deadline = time.monotonic() + grace_s
+    for worker in workers:
+        while not (worker.is_dead() or interrupts.came or time.monotonic() >= deadline):
+            worker.process.join(_LOOK_S)

@@ -111,7 +111,7 @@ class ThreadWorkers(BaseWorkers):
         for worker in self.workers:
             worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 
-    def restart(self, worker_id: int) -> ThreadWorker:
+    def restart(self, worker_id: int, *, has_left: bool = False) -> ThreadWorker:
         """Refuse: a thread cannot be replaced, and ``worker_restarts`` is not possible with threads."""
         raise NotImplementedError(f"worker thread {worker_id} cannot be replaced")
 
