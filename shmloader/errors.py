@@ -53,6 +53,10 @@ class NotSharedWarning(UserWarning):
     """Something large could not be shared, or is copied into workers: each process has a copy of its own."""
 
 
+class NotReady(LoaderError, BlockingIOError):
+    """The next batch is not here yet; raised by ``try_next()`` of an iterator, which does not wait for it."""
+
+
 class SharedMemoryExhausted(LoaderError, MemoryError):
     """The host cannot give the shared memory that was asked for.
 

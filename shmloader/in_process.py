@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import weakref
+from collections.abc import AsyncIterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -45,6 +47,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
 
             device = numbered(device)
         self._device = device
+        self._ready_fd = -1  # of `fileno`, once that was called
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = settings.on_error
@@ -90,6 +93,23 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         batch = self._next_data()  # without a profiler range, which takes longer than a small batch
         self._num_yielded += 1
         return batch
+
+    def try_next(self) -> Any:
+        """As ``next()``: without workers a batch is made when it is asked for, so it is always ready."""
+        return self.__next__()
+
+    def fileno(self) -> int:
+        """A descriptor that is always readable, as long as the iterator lives: see `try_next`."""
+        if self._ready_fd < 0:
+            self._ready_fd = os.eventfd(1)
+            weakref.finalize(self, os.close, self._ready_fd)
+        return self._ready_fd
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Its further batches for ``async for``; see `DataLoader.__aiter__`."""
+        from shmloader.async_batches import AsyncBatches
+
+        return AsyncBatches(self, 0.0, self._counters.note_wait)
 
     def _next_index(self) -> Any:
         progress = self._progress

@@ -16,7 +16,7 @@ import time
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from shmloader.errors import LoaderError
+from shmloader.errors import LoaderError, NotReady
 
 _Error = TypeVar("_Error", bound=BaseException)
 
@@ -73,6 +73,10 @@ class Reentered(LoaderError):
     """``next()`` was called by a thread that is inside it, in a signal handler say. The outer one goes on."""
 
 
+class Occupied(NotReady):
+    """``try_next()`` was called while another thread is inside ``next()``."""
+
+
 class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
@@ -87,13 +91,15 @@ class Lifecycle:
         self._lock = threading.RLock()  # held by the thread inside
         self._expected: BaseException | None = None
 
-    def enter(self) -> bool:
+    def enter(self, waits: bool = True) -> bool:
         """Begin a call, once other threads have left; False if an exception has cut an earlier one short.
 
         Raises:
             Reentered: If this thread is inside already.
+            Occupied: If another thread is inside and the call does not wait.
         """
-        self._lock.acquire()
+        if not self._lock.acquire(waits):
+            raise Occupied("another thread is inside next() of this iterator, and takes the next batch")
         if self.phase is IDLE or self._has_last_call_ended():
             self.phase = RUNNING
             return True
@@ -124,7 +130,7 @@ class Lifecycle:
         """End a call that raises."""
         if not self._lock.acquire(blocking=False):
             return  # another thread is inside: this one had not come in, or has left
-        if type(error) is not Reentered:  # of which the outer call knows nothing
+        if not isinstance(error, Reentered | Occupied):  # of which the outer call knows nothing
             expected, self._expected = self._expected, None
             on_purpose = error is expected or self.phase is WAITING
             if self.phase is not BROKEN:

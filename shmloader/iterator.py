@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,7 @@ class SlotIterator(torch_private.OwnOrder):
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
         self._recorder: Recorder | None = None  # of this epoch, if it is profiled
+        self._waits = True  # whether the present call waits for its batch
         self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
         self._states = states
         self._base_seed, epoch = one_pass.seeds(int(self._base_seed))
@@ -123,6 +124,7 @@ class SlotIterator(torch_private.OwnOrder):
             init_fn=init_fn,
             seeds_samples=settings.seeds_samples,
             places=settings.place_results,
+            max_nbytes=settings.worker_max_nbytes,
             make_probe=_make_probe(self._counters.recorder),
         )
         return start_workers(settings, make_arguments)
@@ -209,12 +211,13 @@ class SlotIterator(torch_private.OwnOrder):
     # --- batches
 
     @torch_private.never_compiled
-    def __next__(self) -> Any:
+    def __next__(self, waits: bool = True) -> Any:
         lifecycle, progress = self._lifecycle, None
         try:
-            if not lifecycle.enter():  # an exception came between two lines, and may have lost batches
+            if not lifecycle.enter(waits):  # an exception came between two lines, and may have lost batches
                 self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
                 self._check_open()
+            self._waits = waits
             self._progress.keep()
             progress = self._progress
             # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
@@ -234,6 +237,34 @@ class SlotIterator(torch_private.OwnOrder):
             if self._is_led_to_by_close(error):
                 raise self._closed_meanwhile() from error
             raise
+
+    @torch_private.never_compiled
+    def try_next(self) -> Any:
+        """The next batch if it is here: as ``next()``, with the same order, exceptions and states.
+
+        It waits for no worker, and for no other thread inside ``next()``. It runs the sampler, as ``next()``
+        does, and may wait for an accelerator that still reads all slots. The loader's ``timeout`` counts from
+        the first of consecutive calls that found nothing. See docs/waiting.md.
+
+        Raises:
+            NotReady: If the batch is not here yet. Nothing was taken.
+            StopIteration: After the epoch's last batch.
+        """
+        return self.__next__(False)
+
+    def fileno(self) -> int:
+        """A descriptor for ``select``: call `try_next` until it raises `NotReady`, then wait for this.
+
+        It is readable when a worker has sent something or has ended, and for good once the iterator is
+        closed. It stays the same, and open, as long as the iterator lives. Only wait for it.
+        """
+        return self._all_workers.fileno()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        """Its further batches for ``async for``; see `DataLoader.__aiter__`."""
+        from shmloader.async_batches import AsyncBatches
+
+        return AsyncBatches(self, float(self._timeout), self._counters.note_wait)
 
     def _is_led_to_by_close(self, error: BaseException) -> bool:
         """Whether an exception has only come about by ``close()``, in another thread or a signal handler."""
@@ -310,9 +341,10 @@ class SlotIterator(torch_private.OwnOrder):
         if self._stream is not None and not scheduler.is_active(place.worker_id):
             self.table.set_void(place)  # its worker's iterable dataset ended before it
             return
-        if not exchange.receive_from(place.worker_id):
+        waits = self._waits
+        if not (waits and exchange.receive_from(place.worker_id)):
             scheduler.note_wait(place)
-            exchange.receive(place.worker_id)
+            exchange.receive(place.worker_id, waits=waits)
         while exchange.ended_streams:
             scheduler.drop_out(exchange.ended_streams.pop())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -96,6 +96,12 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             one of them is an error. The batches that a replaced worker held are made again, in the same
             order; one that has ended two workers is an error at once. The new worker is seeded like the first
             one at its start, so samples' random numbers are others. For map-style datasets.
+        worker_max_nbytes: Most private memory of a worker process. One that has more is replaced by a new
+            process between two of its batches, and what it leaked is given back. Order and random numbers
+            stay as they were: the state of its generators is handed over, and with ``state_dict()`` and
+            ``load_state_dict()`` the dataset's own. Generators and iterators that a dataset without them
+            keeps, and numbers that change, are an error from ``next()``. For map-style datasets. None for no
+            limit. See docs/robustness.md.
         on_error: What to do with a sample whose ``dataset[i]`` raises (for an iterable-style dataset, its
             iterator): ``"raise"`` it from ``next()``; ``"skip"`` it, so that its batch is smaller; or
             ``"replace"`` it by a copy of the next good sample of its batch, from the batch's end on by the
@@ -153,6 +159,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
     memory_budget_nbytes: int | None
     worker_restarts: int
+    worker_max_nbytes: int | None
     on_error: OnError
     dispatch: Dispatch
     prefetch_epochs: bool
@@ -193,6 +200,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         in_order: bool = True,
         memory_budget_nbytes: int | None = None,
         worker_restarts: int = 0,
+        worker_max_nbytes: int | None = None,
         on_error: OnError = "raise",
         dispatch: Dispatch | None = None,
         prefetch_epochs: bool = False,
@@ -219,6 +227,18 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     @never_compiled
     def __iter__(self) -> Any:
         return loading_of(self).iterate(super().__iter__)
+
+    @never_compiled
+    def __aiter__(self) -> AsyncIterator[_T_co]:
+        """The batches of a new pass for ``async for`` in asyncio: other tasks run while a batch is made.
+
+        Order, exceptions, ``timeout`` and states are as with ``for``; a task that is cancelled has lost no
+        batch. Without workers each batch is made in the event loop's thread. See docs/waiting.md.
+
+        Raises:
+            NotImplementedError: If torch's own iterator loads, with the reason.
+        """
+        return loading_of(self).iterate_async(iter(self))
 
     @never_compiled
     def _get_iterator(self) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,21 @@ class Loading:
         warn_of_bad_samples(self.counters, loader.on_error)
         self._check_epoch(loaded)
         return _delivered(loader, torchs_iter())
+
+    def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
+        """The batches of an iterator for ``async for``.
+
+        Raises:
+            NotImplementedError: If torch's own iterator loads, or a subclass iterates in its own way.
+        """
+        if isinstance(iterator, (SlotIterator, InProcessIterator)):
+            return aiter(iterator)
+        loader = self.loader()
+        why = _why_as_torch(loader.dataset, loader.num_workers) or f"{type(loader).__qualname__} has its own."
+        raise NotImplementedError(
+            f"'async for' needs shmloader's iterator, which can be asked without waiting; iter() of this "
+            f"loader gives a {type(iterator).__qualname__}. {why} Use 'for', in a thread of its own."
+        )
 
     def _check_epoch(self, loaded: State | None) -> None:
         """Refuse to go on in an epoch while the dataset is told of another one."""

@@ -37,6 +37,7 @@ _WORDS = {
 _WHOLE = {
     "memory_budget_nbytes": (1, "a whole number of bytes or None", "int(1e9)"),
     "worker_restarts": (0, "a whole number", "3"),
+    "worker_max_nbytes": (1, "a whole number of bytes or None", "int(4e9)"),
     "snapshot_every_n_steps": (0, "a whole number or None", "100"),
 }
 """Options that are whole numbers: the least, what to pass, an example."""
@@ -97,6 +98,7 @@ class Settings:
     # Options that torch's loader lacks, with the values that turn them off:
     memory_budget_nbytes: int | None = None
     worker_restarts: int = 0
+    worker_max_nbytes: int | None = None
     on_error: OnError = "raise"
     dispatch: Dispatch = STATIC
     seed_per_sample: bool | None = None
@@ -266,6 +268,11 @@ def check_workers(options: Any, dataset: object, context: object) -> None:
             f"worker_restarts={options.worker_restarts} needs worker_type='process': a thread that hangs "
             "cannot be ended, and one that crashes ends the program"
         )
+    elif options.worker_max_nbytes is not None:
+        why = (
+            f"worker_max_nbytes={options.worker_max_nbytes} needs worker_type='process': threads have the "
+            "program's memory, which none of them gives back at its end"
+        )
     elif isinstance(dataset, torch_private.DATAPIPES):
         why = (
             f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
@@ -297,6 +304,13 @@ def _contradictions(
             "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
             "iterable-style one, so its batches cannot be made again"
         )
+    if options.worker_max_nbytes is not None and (is_stream or is_pipe):
+        yield (
+            "worker_max_nbytes needs a map-style dataset: only a worker knows how far it has come in its "
+            "stream. Take a state, close() the loader, load the state: that begins with new workers"
+        )
+    if options.worker_max_nbytes is not None and not num_workers:
+        yield "worker_max_nbytes needs num_workers: without, samples take this process's memory"
     if options.prefetch_epochs and not persistent_workers:
         yield "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
     if is_automatic and (is_stream or is_pipe):

@@ -85,6 +85,7 @@ class LoaderStatistics:
     batches_one_by_one: int = 0  # samples were fetched one by one because ``__getitems__`` raised
     oldest_leases: tuple[str, ...] = ()  # with ``SHMLOADER_DEBUG=1``, the batches that are held for longest
     worker_restarts: int = 0  # workers that died or did not answer and were replaced
+    workers_renewed: int = 0  # that had more memory than ``worker_max_nbytes`` and were replaced
     tasks_ahead: int = 0  # sent because a slow batch held the other workers up (``dispatch="dynamic"``)
     epochs_prefetched: int = 0  # they began with batches that were made early (``prefetch_epochs``)
     epochs_in_vain: int = 0  # their early batches were discarded and made again
@@ -185,6 +186,7 @@ class LoaderStatistics:
         counts = {
             "exceptions of workers": self.failures,
             "workers replaced": self.worker_restarts,
+            "workers replaced for their memory": self.workers_renewed,
             "batches moved to private memory": self.spills,
             "batches kept by their worker": self.detached,
             "batches copied to pinned memory": self.pin_copies,
@@ -239,6 +241,7 @@ _Rare = Literal[
     "detached",
     "pin_copies",
     "worker_restarts",
+    "workers_renewed",
     "tasks_ahead",
     "epochs_prefetched",
     "epochs_in_vain",
@@ -262,6 +265,7 @@ class Counters:
     detached: int = 0
     pin_copies: int = 0
     worker_restarts: int = 0
+    workers_renewed: int = 0
     tasks_ahead: int = 0
     epochs_prefetched: int = 0
     epochs_in_vain: int = 0

@@ -55,7 +55,8 @@ class Log:
     def __init__(self, folder: Path, lines: int) -> None:
         path = folder / "log"
         before = path.read_text().splitlines()[:lines] if lines else []
-        path.write_text("".join(f"{line}\n" for line in before))
+        path.with_suffix(".new").write_text("".join(f"{line}\n" for line in before))
+        os.replace(path.with_suffix(".new"), path)  # a kill while it is written would lose the lines before
         self.file = path.open("a")
         self.lines = lines
 

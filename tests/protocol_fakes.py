@@ -29,6 +29,8 @@ class Sleeper(Protocol):
 
     def overwrite_granted(self) -> None: ...
 
+    def has_left(self, worker_id: int) -> None: ...
+
 
 class _Memory:
     """A slot's memory, with the part of `segment.Extent` that the table uses."""
@@ -132,7 +134,9 @@ class Workers:
             there = lies == pack_index_batch(LONG)
         self.events.append(("send", worker_id, record, there))
 
-    def restart(self, worker_id: int) -> _Worker:
+    def restart(self, worker_id: int, *, has_left: bool = False) -> _Worker:
+        if has_left:
+            self._main.has_left(worker_id)
         self.events.append(("restart", worker_id, self.same_pipe))
         self._main.overwrite_granted()
         fresh = self.workers[worker_id] = _Worker(self, worker_id)

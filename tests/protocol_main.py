@@ -37,6 +37,7 @@ TWICE = "a batch that ended its worker twice raises"
 LOST = "no slot is lost, and no more are made than the budget allows"
 COPIES = "a batch is copied only if too many are kept"
 INDICES = "a worker reads the index batch that it was sent"
+DRAWS = "a worker that hands over has made all tasks that are void"
 SOUND = "the main process fails only for what a worker did"
 
 
@@ -67,6 +68,7 @@ class Setting:
         prefetch: Tasks per worker.
         kills: Most workers that may die, or be silent until the timeout, in all.
         restarts: Most workers that the loader replaces.
+        full: How often a worker has too much memory after a batch, and is to hand over to another one.
         parts: The batch that is larger than its slot and comes in two parts; -1 for none.
         long: The batch whose index batch is too long for the record and lies in the slot; -1 for none.
         left_out: The batch that has no good sample and is not returned; -1 for none.
@@ -88,6 +90,7 @@ class Setting:
     prefetch: int = 1
     kills: int = 0
     restarts: int = 0
+    full: int = 0
     parts: int = -1
     long: int = -1
     left_out: int = -1
@@ -292,7 +295,8 @@ class Main:
     def due_from(self) -> int | None:
         """The worker that the main process waits for when the timeout ends."""
         if self.phase == "resuming":
-            return next(iter(self.table.void.values())).worker_id
+            unanswered = self.table.making() or list(self.table.void.values())
+            return unanswered[0].worker_id if unanswered else 0
         place = self.table.due()
         return None if place is None else place.worker_id
 
@@ -306,6 +310,12 @@ class Main:
         for place in self.table.places:
             if place.state is PlaceState.MAKING and place.number in self.segment.memory:
                 self.segment.memory[place.number].view[:] = bytes(place.nbytes)
+
+    def has_left(self, worker_id: int) -> None:
+        """Check that a new worker goes on where the old one has stopped."""
+        void = [place.seq for place in self.table.void.values() if place.worker_id == worker_id]
+        if void:
+            raise Broken(DRAWS, f"worker {worker_id} leaves tasks {void} undone, which nobody makes")
 
     def check(self) -> None:
         """The invariants that can be seen in the main process alone."""
@@ -402,6 +412,8 @@ def _canonical(value: Any) -> Any:
     """A value in a form that can be compared and hashed; a place or a lease of one is its number."""
     if type(value) in _PLAIN:
         return value
+    if isinstance(value, bytearray):
+        return bytes(value)
     if isinstance(value, dict):
         return tuple((_canonical(key), _canonical(item)) for key, item in value.items())
     if isinstance(value, list | tuple | deque):

@@ -7,6 +7,7 @@ any order, and leaves an epoch; a device reads what was dropped, for any while. 
 breaks an invariant of the design.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,12 +30,16 @@ from protocol_main import (
 from shmloader.memory import PAGE_NBYTES
 from shmloader.slots import PlaceState
 from shmloader.wire.records import (
+    FULL,
     INLINE_NBYTES,
     REPORTED,
     SPILLED,
     BeginEpoch,
+    HandOver,
     MakeBatch,
     SendNextPiece,
+    TakeOver,
+    handed_over,
     pack_piece_ready,
     pack_published,
     unpack_request,
@@ -72,6 +77,7 @@ class World(NamedTuple):
         contents: Content of each slot: a batch's stamp, 0 for half a batch, or minus the stamp of the index
             batch that lies there.
         kills: Number of kills that are left.
+        full: Number of times that are left at which a worker has too much memory.
         deaths: Deaths of workers in this epoch that the main process knows of, by the batch of their task.
     """
 
@@ -79,6 +85,7 @@ class World(NamedTuple):
     processes: tuple[Process, ...]
     contents: tuple[int, ...]
     kills: int
+    full: int
     deaths: tuple[int, ...]
 
 
@@ -104,6 +111,7 @@ class Model:
             (Process(),) * WORKERS,
             (0,) * self._setting.most_slots,
             self._setting.kills,
+            self._setting.full,
             (0,) * self._setting.batches,
         )
         return self._apply(world, events)
@@ -158,6 +166,12 @@ class Model:
         name = f"worker {worker_id}"
         if type(task) is BeginEpoch:
             return f"{name} comes to epoch {task.epoch}", _with(world, worker_id, process), True
+        if type(task) is HandOver:  # what comes later in the pipe is not read
+            (record,) = handed_over(b"state", 1)
+            left = Process("ended", dones=(*process.dones, (record, -1, 0)))
+            return f"{name} hands over", _with(world, worker_id, left), True
+        if type(task) is TakeOver:
+            return f"{name} takes over", _with(world, worker_id, process), True
         if type(task) is SendNextPiece:
             return f"{name} goes on", _with(world, worker_id, process._replace(doing="write")), True
         self._check_hands(world, worker_id, task)
@@ -200,12 +214,17 @@ class Model:
             full_of = stamp(task.epoch, task.position)
             nbytes = 2 * PAGE_NBYTES if in_pieces else 100
             flags = SPILLED * in_pieces + REPORTED * (task.position == self._setting.left_out)
-            record = pack_published(task.seq, reserved, 0, nbytes, 0, 0, flags)
+            published = functools.partial(pack_published, task.seq, reserved, 0, nbytes, 0, 0)
+            record = published(flags)
             after = process._replace(doing="idle", task=b"", part=0)
             what = "publishes"
-        after = after._replace(dones=(*process.dones, (record, task.slot, full_of)))
-        world = _fill(_with(world, worker_id, after), task.slot, full_of)
-        yield f"worker {worker_id} {what} {_batch(task)}", world, True
+        done = after._replace(dones=(*process.dones, (record, task.slot, full_of)))
+        name, filled = f"worker {worker_id} {what} {_batch(task)}", _fill(world, task.slot, full_of)
+        yield name, _with(filled, worker_id, done), True
+        if world.full and after.doing == "idle":
+            done = after._replace(dones=(*process.dones, (published(flags | FULL), task.slot, full_of)))
+            filled = filled._replace(full=world.full - 1)
+            yield f"{name} and is full", _with(filled, worker_id, done), False
 
     # --- the main process
 

@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from shmloader.errors import LoaderClosed, SharedMemoryExhausted
+from shmloader.errors import LoaderClosed, NotReady, SharedMemoryExhausted
 from shmloader.exchange import recovery
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.interrupts import WAITING, Lifecycle
@@ -38,16 +38,20 @@ from shmloader.slots import Place, PlaceTable
 from shmloader.wire.records import (
     ANSWER_NBYTES,
     DETACHED,
+    FULL,
     INLINE_NBYTES,
     PUBLISHED,
     SPIN_NS,
     BatchTimes,
     EpochBegun,
+    HandedOver,
     PieceReady,
     StreamEnded,
     pack_begin_epoch,
+    pack_hand_over,
     pack_make_batch,
     pack_send_next_piece,
+    take_over,
     unpack_answer,
     unpack_published,
 )
@@ -74,7 +78,9 @@ class Exchange:
         self._restarts_left = restarts
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
+        self._states: dict[int, bytearray] = {}  # by worker: what those hand over that are to be replaced
         self._wait_ns = 0  # how long the last wait took
+        self._nothing_since_s: float | None = None  # `receive` without waiting has found nothing since then
 
     # --- out
 
@@ -121,6 +127,8 @@ class Exchange:
         epoch, since they answer requests in order. ``settings`` are the pickled `EpochSettings`.
         """
         table = self.table
+        while self._states:  # a new worker makes their tasks: those that are void would not be sent to it
+            self.receive()
         table.abandon()
         for place in self._unsent:  # sent later, a worker would make it of its stream's new epoch
             table.drop(place.seq, place.nbytes)
@@ -165,10 +173,11 @@ class Exchange:
             self._recover(worker, None)
         return records != b""
 
-    def receive(self, due_from: int | None = None) -> None:
+    def receive(self, due_from: int | None = None, *, waits: bool = True) -> None:
         """Sleep until any worker has sent a record, and receive it; ``due_from`` is blamed for a timeout.
 
         Raises:
+            NotReady: If there is none and it is not to wait for one.
             WorkerDied: If a worker has ended and is not to be replaced; the others are stopped.
             WorkerTimeout: If nothing came within the timeout, and no worker is to be replaced for it.
             LoaderClosed: If the loader was closed meanwhile, by another thread.
@@ -181,18 +190,33 @@ class Exchange:
             except SharedMemoryExhausted as error:
                 lifecycle.expect(error)
                 raise
-        began_ns = time.perf_counter_ns()
-        before, lifecycle.phase = lifecycle.phase, WAITING
-        ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
-        lifecycle.phase = before
-        self._note_wait(time.perf_counter_ns() - began_ns)
+        if waits:
+            began_ns = time.perf_counter_ns()
+            before, lifecycle.phase = lifecycle.phase, WAITING
+            ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
+            lifecycle.phase = before
+            self._note_wait(time.perf_counter_ns() - began_ns)
+        else:
+            ready = self.workers.ready()
         if self.workers.interrupted:
             raise lifecycle.expect(
                 LoaderClosed("the loader was closed by another thread while this one waited for a batch")
             )
+        if not (ready or waits or self._is_overdue()):
+            raise lifecycle.expect(
+                NotReady("the next batch is not here yet. Wait until the iterator's fileno() is readable")
+            )
+        self._nothing_since_s = None
         if not ready:
             self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
         self._take_in(ready)
+
+    def _is_overdue(self) -> bool:
+        """Whether `receive` without waiting has found nothing for as long as the timeout, or longer."""
+        now_s = time.monotonic()
+        if self._nothing_since_s is None:
+            self._nothing_since_s = now_s
+        return self._timeout_s is not None and now_s - self._nothing_since_s >= float(self._timeout_s)
 
     def look_for_joining(self) -> None:
         """Receive records of workers that are `joining`."""
@@ -237,10 +261,17 @@ class Exchange:
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
                 self.counters.note_answer(wait_ns, made_ns)
-                if flags & DETACHED:
-                    self.counters.add("detached")
+                if flags & (DETACHED | FULL):
+                    self._accept_flags(worker, flags)
             else:
                 self._accept_other(worker, records, begin)
+
+    def _accept_flags(self, worker: Worker, flags: int) -> None:
+        """Take in the rare flags of a `Published`."""
+        self.counters.add("detached", bool(flags & DETACHED))
+        if flags & FULL and worker.worker_id not in self._states:
+            self._states[worker.worker_id] = bytearray()
+            worker.send(pack_hand_over())
 
     def _accept_other(self, worker: Worker, records: bytes, begin: int) -> None:
         answer = unpack_answer(records, begin)
@@ -250,6 +281,11 @@ class Exchange:
         elif type(answer) is StreamEnded:
             if self.table.drop(*answer):
                 self.ended_streams.append(worker.worker_id)
+        elif type(answer) is HandedOver:
+            state = self._states[worker.worker_id]
+            state += answer.piece[: answer.piece_nbytes]
+            if len(state) == answer.total_nbytes:
+                self._succeed(worker, bytes(state), answer.private_nbytes)
         elif type(answer) is EpochBegun:
             self.joining.discard(worker.worker_id)
         elif type(answer) is BatchTimes:
@@ -271,7 +307,20 @@ class Exchange:
         )
         self._restarts_left -= 1
         self.counters.add("worker_restarts")
+        self._hand_over(fresh)
+
+    def _succeed(self, worker: Worker, state: bytes, private_nbytes: int) -> None:
+        """Replace a worker that has handed over, between two of its batches."""
+        fresh = recovery.succeed(worker, private_nbytes, self.workers, self.lifecycle)
+        self.counters.add("workers_renewed")
+        for record in take_over(state):
+            fresh.send(record)
+        self._hand_over(fresh)
+
+    def _hand_over(self, fresh: Worker) -> None:
+        """Send a new worker the tasks of the one in whose place it is."""
         self.joining.discard(fresh.worker_id)
+        self._states.pop(fresh.worker_id, None)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]
         self._unsent = deque([*others, *self.table.hand_over(fresh.worker_id)])

@@ -50,13 +50,7 @@ def replace(
             raise lifecycle.expect(_death(worker, table, workers, deaths))
         raise lifecycle.expect(_timeout(worker, silent_s, table, workers, deaths))
     pid, stack = worker.pid, "" if silent_s is None else f"\n{workers.stack_of(worker.worker_id)}"
-    try:
-        fresh = workers.restart(worker.worker_id)
-    except Exception as error:
-        indices = list(map(_indices, held))
-        error.add_note(f"It was to replace worker {worker.worker_id} (pid {pid}), with {shown(indices)}")
-        lifecycle.expect(error)
-        raise
+    fresh = _restart(worker, workers, lifecycle, f", with {shown(list(map(_indices, held)))}")
     _log.warning(
         "shmloader worker %d (pid %d) %s %s and was replaced by pid %d; %d more restart(s).%s",
         fresh.worker_id,
@@ -68,6 +62,35 @@ def replace(
         stack,
     )
     return fresh
+
+
+def succeed(worker: Worker, private_nbytes: int, workers: Workers, lifecycle: Lifecycle) -> Worker:
+    """A new worker in place of one that has handed over its state, and ends by itself.
+
+    Raises:
+        Exception: Any that kept the new one from starting, with a note; all workers are stopped.
+    """
+    pid = worker.pid
+    fresh = _restart(worker, workers, lifecycle, has_left=True)
+    _log.info(
+        "shmloader worker %d (pid %d) had %d bytes of private memory and was replaced by pid %d",
+        fresh.worker_id,
+        pid,
+        private_nbytes,
+        fresh.pid,
+    )
+    return fresh
+
+
+def _restart(
+    worker: Worker, workers: Workers, lifecycle: Lifecycle, held: str = "", *, has_left: bool = False
+) -> Worker:
+    try:
+        return workers.restart(worker.worker_id, has_left=has_left)
+    except Exception as error:
+        error.add_note(f"It was to replace worker {worker.worker_id} (pid {worker.pid}){held}")
+        lifecycle.expect(error)
+        raise
 
 
 def _death(worker: Worker, table: PlaceTable, workers: Workers, deaths: int) -> Exception:

@@ -50,11 +50,11 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
             save the state of every loader that has them, and such a checkpoint is read under
             ``install(stateful=True)`` only.
         **options: Defaults for `DataLoader`'s own options: ``memory_budget_nbytes``, ``worker_restarts``,
-            ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``, ``worker_type``,
-            ``snapshot_every_n_steps``, ``place_results``, ``share_dataset`` (when the loader first starts
-            workers). A `DataLoader` keeps the ones that it was made
-            with. A loader that does not support one of them (``worker_restarts`` with an iterable-style
-            dataset) loads without it, with one warning.
+            ``worker_max_nbytes``, ``on_error``, ``dispatch``, ``seed_per_sample``, ``prefetch_epochs``,
+            ``worker_type``, ``snapshot_every_n_steps``, ``place_results``, ``share_dataset`` (when the loader
+            first starts workers). A `DataLoader` keeps the ones that it was made with. A loader that does not
+            support one of them (``worker_restarts`` with an iterable-style dataset) loads without it, with
+            one warning.
 
     Returns:
         A context manager that restores the former state at its end; it need not be used.

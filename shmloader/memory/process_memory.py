@@ -26,6 +26,16 @@ def read_memory(pid: int) -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
 
 
+def private_nbytes(pid: int) -> int:
+    """Memory that a process alone has and cannot give back: not files, not shared memory; 0 if it is unknown.
+
+    What a forked process has in common with its parent is not counted until it is changed.
+    """
+    found = read_memory(pid)
+    # Pages of shared memory that no other process has touched are private too, but not anonymous.
+    return min(found.get("Anonymous", 0), found.get("Private_Dirty", 0)) + found.get("SwapPss", 0)
+
+
 def tree_pss_nbytes(root_pid: int) -> int:
     """The PSS of a process and all its descendants; 0 if nothing can be read."""
     known: list[int] = []

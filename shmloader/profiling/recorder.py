@@ -99,7 +99,8 @@ class BatchRecorder:
         if not self._ended_ns:
             self._begin(now_ns, waited_ns)  # what iter() has drawn does not count
         else:
-            self._step_ns += now_ns - self._ended_ns
+            self._step_ns += now_ns - self._ended_ns - (waited_ns - self._last[0])
+        self._ended_ns, self._last = now_ns, (waited_ns, self._last[1])  # it may ask again, if none is here
 
     def _begin(self, now_ns: int, waited_ns: int) -> None:
         """Begin the next `Returned`."""

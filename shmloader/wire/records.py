@@ -5,8 +5,9 @@ Each worker has one private channel each way. Every record of one direction has 
 the writer is killed. The right to write a slot passes with the record that names
 it, and the channel is the memory fence between the two processes.
 
-Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`. Answers come back: `Published`,
-`PieceReady`, `StreamEnded`, `EpochBegun`, and `BatchTimes` just before a `Published`. Both name a task by
+Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`, `HandOver`, `TakeOver`. Answers come
+back: `Published`, `PieceReady`, `StreamEnded`, `EpochBegun`, `HandedOver`, and `BatchTimes` just before a
+`Published`. Both name a task by
 ``seq``, its number over the iterator's life.
 Senders pack them from their fields, without an object; receivers get objects.
 """
@@ -29,6 +30,8 @@ ANSWER_NBYTES = 64
 """Size of an answer."""
 INLINE_NBYTES = REQUEST_NBYTES - 56
 """Most bytes of a payload that travel in the request itself; a longer payload lies at the slot's start."""
+
+_STATE_NBYTES = ANSWER_NBYTES - 20  # bytes of a state in a `HandedOver`
 
 _Kinds = dict[int, tuple[Any, Callable[[bytes, int], tuple[Any, ...]]]]
 _requests: _Kinds = {}
@@ -78,11 +81,25 @@ class BeginEpoch(NamedTuple):
     piece: bytes  # the next of them, padded
 
 
-Request = MakeBatch | SendNextPiece | BeginEpoch
+class HandOver(NamedTuple):
+    """The end of a worker, after all tasks before it: it answers with `HandedOver` records."""
+
+
+class TakeOver(NamedTuple):
+    """A piece of what another worker has handed over; comes before the first task."""
+
+    total_nbytes: int
+    begin: int  # bytes in earlier records
+    piece: bytes  # the next of them, padded
+
+
+Request = MakeBatch | SendNextPiece | BeginEpoch | HandOver | TakeOver
 
 pack_make_batch = _packs(_requests, MakeBatch, f"IQQIQQQI{INLINE_NBYTES}s", REQUEST_NBYTES)
 pack_send_next_piece = _packs(_requests, SendNextPiece, "Q", REQUEST_NBYTES)
 pack_begin_epoch = _packs(_requests, BeginEpoch, f"IQQ{INLINE_NBYTES}s", REQUEST_NBYTES)
+pack_hand_over = _packs(_requests, HandOver, "", REQUEST_NBYTES)
+pack_take_over = _packs(_requests, TakeOver, f"QQ{INLINE_NBYTES}s", REQUEST_NBYTES)
 
 
 def unpack_request(record: bytes) -> Request:
@@ -94,10 +111,11 @@ def unpack_request(record: bytes) -> Request:
 
 # --- answers
 
-DETACHED, SPILLED, REPORTED = 1, 2, 4
+DETACHED, SPILLED, REPORTED, FULL = 1, 2, 4, 8
 """Flags of a `Published`. `DETACHED`: the worker still held views of the slot, which were moved to private
 memory. `SPILLED`: the batch did not fit in the slot and was sent in pieces, with the header in them.
-`REPORTED`: it is a `bad_samples.Report`, with the batch or an exception."""
+`REPORTED`: it is a `bad_samples.Report`, with the batch or an exception. `FULL`: the worker has more private
+memory than it may have."""
 
 
 class Published(NamedTuple):
@@ -109,7 +127,7 @@ class Published(NamedTuple):
     header_end: int  # bytes from the slot's start to the end of the header, and so of the batch
     wait_ns: int  # nanoseconds that the worker waited for this task, that is, for a slot
     made_ns: int  # nanoseconds that it then took to make the batch
-    flags: int  # sum of `DETACHED`, `SPILLED` and `REPORTED`; 0 for most batches
+    flags: int  # sum of `DETACHED` and others; 0 for most batches
 
 
 class PieceReady(NamedTuple):
@@ -157,13 +175,23 @@ class BatchTimes(NamedTuple):
     batches: int  # that it stands for: itself, and quicker ones before it that were not measured
 
 
-Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes
+class HandedOver(NamedTuple):
+    """A piece of the state that the next worker goes on with; the worker ends after the last one."""
+
+    total_nbytes: int
+    private_nbytes: int  # of the worker's memory when it was looked at last
+    piece_nbytes: int
+    piece: bytes  # padded
+
+
+Answer = Published | PieceReady | StreamEnded | EpochBegun | BatchTimes | HandedOver
 
 pack_published = _packs(_answers, Published, "QQQQQQB", ANSWER_NBYTES)
 pack_piece_ready = _packs(_answers, PieceReady, "QQQQ", ANSWER_NBYTES)
 pack_stream_ended = _packs(_answers, StreamEnded, "QQ", ANSWER_NBYTES)
 pack_epoch_begun = _packs(_answers, EpochBegun, "I", ANSWER_NBYTES)
 pack_batch_times = _packs(_answers, BatchTimes, "QQfffffffIHIII", ANSWER_NBYTES)
+pack_handed_over = _packs(_answers, HandedOver, f"QQB{_STATE_NBYTES}s", ANSWER_NBYTES)
 
 
 PUBLISHED = 1
@@ -171,6 +199,22 @@ PUBLISHED = 1
 unpack_published: Callable[[bytes, int], tuple[int, int, int, int, int, int, int]]
 unpack_published = _answers[PUBLISHED][1]
 """Reads the fields of a `Published`, without an object: there is one for each batch."""
+
+
+def handed_over(state: bytes, private_nbytes: int) -> list[bytes]:
+    """The `HandedOver` records of a state, several in each write."""
+    pieces = [state[begin : begin + _STATE_NBYTES] for begin in range(0, len(state), _STATE_NBYTES)]
+    records = [pack_handed_over(len(state), private_nbytes, len(piece), piece) for piece in pieces]
+    at_once = REQUEST_NBYTES // ANSWER_NBYTES
+    return [b"".join(records[begin : begin + at_once]) for begin in range(0, len(records), at_once)]
+
+
+def take_over(state: bytes) -> list[bytes]:
+    """The `TakeOver` records of a state."""
+    return [
+        pack_take_over(len(state), begin, state[begin : begin + INLINE_NBYTES])
+        for begin in range(0, len(state), INLINE_NBYTES)
+    ]
 
 
 def unpack_answer(records: bytes, begin: int = 0) -> Answer:

@@ -42,10 +42,14 @@ class WarmHeap:
             self.enough_nbytes = nbytes
             self._keep()
 
+    def trim(self) -> None:
+        """Give all free memory back to the host."""
+        self._glibc.malloc_trim(0)
+
     def trim_if_short(self) -> None:
         """Give free memory back to the host if it has less than what all workers together may keep."""
         if memory_headroom().available_nbytes < self._num_workers * self._kept_nbytes:
-            self._glibc.malloc_trim(0)
+            self.trim()
 
     def _keep(self) -> bool:
         return bool(self._glibc.mallopt(_M_TRIM_THRESHOLD, self._kept_nbytes))

@@ -5,11 +5,13 @@ The other ends: `workers.processes` and `workers.threads`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
+import weakref
 from collections import deque
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from shmloader.memory import Descriptor
@@ -67,6 +69,34 @@ class ProcessLink:
 
     def end_if_closed(self) -> None:
         """Do nothing: reading the pipe tells that the main process wants nothing more."""
+
+
+class Wakeup(SimpleQueue[None]):
+    """The queue at which the main process's thread waits for all threads, and if it asks, a descriptor."""
+
+    _fd = -1  # an eventfd, readable while an item may be in the queue
+
+    def fileno(self) -> int:
+        """A descriptor that is readable from `put` to `clear`; closed when no thread has the queue."""
+        if self._fd < 0:
+            self._fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            weakref.finalize(self, os.close, self._fd)
+        return self._fd
+
+    def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
+        """Wake whoever waits."""
+        super().put(item)
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Take all items; look for records after it. A `put` meanwhile may leave `fileno` readable."""
+        with contextlib.suppress(BlockingIOError):
+            if self._fd >= 0:
+                os.eventfd_read(self._fd)
+        with contextlib.suppress(Empty):
+            while True:
+                self.get_nowait()
 
 
 class ThreadLink:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,13 +28,17 @@ from shmloader.memory import Segment
 from shmloader.messages import shown
 from shmloader.wire.records import (
     DETACHED,
+    FULL,
     INLINE_NBYTES,
     REPORTED,
     SPILLED,
     BeginEpoch,
+    HandOver,
     MakeBatch,
     Request,
     SendNextPiece,
+    TakeOver,
+    handed_over,
     pack_epoch_begun,
     pack_piece_ready,
     pack_published,
@@ -51,6 +55,9 @@ from shmloader.worker.links import Link
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
+
+if TYPE_CHECKING:
+    from shmloader.worker.handover import Handover
 
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
@@ -69,6 +76,7 @@ class WorkerArguments:
     init_fn: Callable[[int], None] | None  # the user's ``worker_init_fn``, called after seeding
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
+    max_nbytes: int | None = None  # of private memory, beyond which the worker is replaced
     make_probe: Callable[[], Probe] | None = None  # makes the worker's probe if the loader is profiled
 
 
@@ -100,6 +108,12 @@ class Loop:
         self._seeds: SampleSeeds | None = None
         if arguments.seeds_samples:
             self._seeds = SampleSeeds(self._rng, arguments.base_seed, in_thread=in_thread)
+        self._handover: Handover | None = None
+        if arguments.max_nbytes is not None:
+            from shmloader.worker.handover import Handover
+
+            self._handover = Handover(arguments.max_nbytes, self._rng, heap)
+        self._is_over = False  # another worker goes on
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
         self._place = f"thread {threading.current_thread().name!r}" if in_thread else f"pid {self._pid}"
@@ -112,7 +126,7 @@ class Loop:
         try:
             with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
                 self._start()
-                while True:
+                while not self._is_over:
                     self._serve()
         finally:
             # A reference cycle through the fetcher would keep a thread's dataset until the next garbage
@@ -170,6 +184,23 @@ class Loop:
             self._work(request)
         elif type(request) is BeginEpoch:
             self._begin_epoch(request)
+        elif self._handover is not None:
+            self._change_over(request, self._handover)
+
+    def _change_over(self, request: Request, handover: Handover) -> None:
+        """Hand over to another worker, or take over from one; a failure is raised with the next batch."""
+        try:
+            if type(request) is TakeOver:
+                handover.receive(self._dataset, *request)
+            elif type(request) is HandOver:
+                state = handover.pack(self._dataset, self._arguments.rules.collate_fn)
+                for records in handed_over(state, handover.nbytes):
+                    self._link.send(records)
+                self._is_over = True
+        except BrokenPipeError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised in the main process, with the next batch
+            self._start_error = self._start_error or error
 
     def _begin_epoch(self, request: BeginEpoch) -> None:
         """Begin a new epoch, once all settings are here, with the same dataset object, as torch does."""
@@ -181,6 +212,8 @@ class Loop:
             return
         if self._heap is not None:
             self._heap.trim_if_short()
+        if self._handover is not None:
+            self._handover.begin_epoch()
         self._ended, self._start_error = False, None
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
@@ -204,7 +237,7 @@ class Loop:
         """Make one batch, or an exception in its place, and publish it."""
         allocator = self._allocator
         index_batch: Any = None
-        detached = False
+        detached = full = False
         try:
             allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
             payload = task.payload
@@ -224,6 +257,8 @@ class Loop:
                 allocator.release()
                 self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
                 return
+            if self._handover is not None:
+                full = self._handover.is_due(self._dataset, self._arguments.rules.collate_fn)
             encoded, reported = self._encode(batch), type(batch) is Report
             del batch
         except BaseException as error:
@@ -239,7 +274,9 @@ class Loop:
         if allocator.release():
             detached = True
             self._placement.note_kept()
-        flags = DETACHED * detached | SPILLED * (encoded.spilled is not None) | REPORTED * reported
+        flags = (
+            DETACHED * detached | SPILLED * (encoded.spilled is not None) | REPORTED * reported | FULL * full
+        )
         begin, end = encoded.header_begin, encoded.header_end
         if self._heap is not None and end > self._heap.enough_nbytes:
             self._heap.note_batch(end)

@@ -8,6 +8,7 @@ so the kernel is asked for a signal too, where that is safe.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -16,12 +17,47 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
+_GRACE = "SHMLOADER_SIGTERM_GRACE_S"
+_GRACE_S = 120.0
 
 
-def begin(main_pid: int, by_leader: bool = False) -> None:
-    """Set up signals and the watch over the main process: first in a worker, in its main thread."""
-    # Whatever a fork has inherited, SIGTERM ends a worker, and no signal is written to a descriptor.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def sigterm_grace_s() -> float:
+    """Seconds for which workers that are started now go on after SIGTERM; called in the main process.
+
+    0 unless this process handles SIGTERM: a process group gets the signal as a whole (from Slurm, say), and a
+    program with a handler needs its workers until it has saved its state.
+
+    Raises:
+        ValueError: If the environment variable for it is no number of seconds.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        return 0.0
+    text = os.environ.get(_GRACE, "")
+    try:
+        return float(text or _GRACE_S)
+    except ValueError:
+        raise ValueError(f"{_GRACE} must be a number of seconds, not {text!r}") from None
+
+
+def _go_on(grace_s: float, number: int, _: object) -> None:
+    """Handle SIGTERM: end after the grace, unless the main process has ended this worker before."""
+
+    def end() -> None:
+        time.sleep(grace_s)
+        os._exit(128 + number)
+
+    # A handler, since a program that the dataset starts would inherit that the signal is ignored.
+    signal.signal(number, lambda *_: None)
+    threading.Thread(target=end, name="shmloader-sigterm", daemon=True).start()
+
+
+def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
+    """Set up signals and the watch over the main process: first in a worker, in its main thread.
+
+    After SIGTERM the worker goes on for ``grace_s`` seconds.
+    """
+    # Whatever a fork has inherited, and no signal is written to a descriptor.
+    signal.signal(signal.SIGTERM, functools.partial(_go_on, grace_s) if grace_s > 0 else signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     # A terminal sends Ctrl-C to the workers too. A handler that does nothing, instead of SIG_IGN, is not
     # inherited by programs that a dataset starts.

@@ -82,13 +82,14 @@ def other_global_states(states: GlobalStates | None = None) -> Iterator[None]:
     """Give the global generators other states; afterwards they are as before."""
     before = global_states()
     try:
-        _set_global_states(states or before)
+        set_global_states(states or before)
         yield
     finally:
-        _set_global_states(before)
+        set_global_states(before)
 
 
-def _set_global_states(states: GlobalStates) -> None:
+def set_global_states(states: GlobalStates) -> None:
+    """Set the states of these generators."""
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     torch.set_rng_state(states[2])
@@ -112,6 +113,24 @@ class Generators:
         self._torch: torch.Generator | None = None
         self._random: random.Random | None = None
         self._numpy: np.random.Generator | None = None
+
+    def states(self) -> tuple[Any, Any, Any]:
+        """The states of those that were made, None for others."""
+        return (
+            None if self._torch is None else self._torch.get_state(),
+            None if self._random is None else self._random.getstate(),
+            None if self._numpy is None else self._numpy.bit_generator.state,
+        )
+
+    def set_states(self, states: tuple[Any, Any, Any]) -> None:
+        """Go on from such states, also with generators that the dataset holds already."""
+        torch_state, random_state, numpy_state = states
+        if torch_state is not None:
+            self.torch_generator.set_state(torch_state)
+        if random_state is not None:
+            self.random_generator.setstate(random_state)
+        if numpy_state is not None:
+            self.numpy_generator.bit_generator.state = numpy_state
 
     @property
     def torch_generator(self) -> torch.Generator:

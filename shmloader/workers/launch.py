@@ -50,11 +50,15 @@ def begin_fork_server() -> None:
         forkserver.set_forkserver_preload(chosen)
 
 
-def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any:
-    """Start a process with the result of `SpawnPayload.for_worker`; `WorkerDied` if it ends at its start."""
+def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_s: float) -> Any:
+    """Start a process with the result of `SpawnPayload.for_worker`; `WorkerDied` if it ends at its start.
+
+    After SIGTERM it goes on for ``grace_s``; see `sigterm_grace_s`.
+    """
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
-    process = context.Process(target=_worker, args=(given, pipes, os.getpid(), by_leader), daemon=True)
+    arguments = given, pipes, os.getpid(), by_leader, grace_s
+    process = context.Process(target=_worker, args=arguments, daemon=True)
     # A terminal sends SIGINT to the worker too, which inherits this mask until it has a handler.
     blocked = set() if method == "forkserver" else {signal.SIGINT}
     try:
@@ -75,11 +79,11 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes) -> Any
     return process
 
 
-def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool) -> None:
+def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: float) -> None:
     """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
     gc.freeze()  # and once more below: a collection would visit, and so copy, all that a fork shares
     name_worker(given.worker_id)  # also while it imports
-    parent_watch.begin(main_pid, by_leader)
+    parent_watch.begin(main_pid, by_leader, grace_s)
     answer_with_stacks(pipes.stacks)
     try:
         arguments = take_arguments(given)

@@ -10,7 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.failures.stacks import StackFile, answers
@@ -21,9 +21,13 @@ from shmloader.memory.process_memory import read_memory
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
+from shmloader.worker.parent_watch import sigterm_grace_s
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
 from shmloader.workers.launch import begin_fork_server, check_descriptors, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
+
+if TYPE_CHECKING:
+    from shmloader.workers.readiness import Readiness
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
@@ -37,7 +41,9 @@ _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is c
 class ProcessWorker:
     """One worker process and its two pipes."""
 
-    def __init__(self, worker_id: int, process: Any, requests_fd: int, answers_fd: int) -> None:
+    def __init__(
+        self, worker_id: int, process: Any, requests_fd: int, answers_fd: int, *, ends_on_sigterm: bool = True
+    ) -> None:
         os.set_blocking(requests_fd, False)
         os.set_blocking(answers_fd, False)
         self.worker_id = worker_id
@@ -52,6 +58,7 @@ class ProcessWorker:
             self.death_fd = os.pidfd_open(process.pid)
         except (AttributeError, OSError):
             self.death_fd = int(process.sentinel)
+        self._ends_on_sigterm = ends_on_sigterm
         self.heard = False  # whether a record came from it yet
         self.released = False  # whether it has ended and this side's descriptors are closed
         self._unsent: deque[bytes] = deque()
@@ -123,6 +130,13 @@ class ProcessWorker:
         poller.register(self.death_fd, select.POLLIN)
         return bool(poller.poll(0))
 
+    def terminate(self) -> None:
+        """End the process at once, by SIGTERM where that does it."""
+        if self._ends_on_sigterm:
+            self.process.terminate()
+        else:
+            self.process.kill()
+
     def release(self) -> None:
         """Close this side's descriptors; the process has ended."""
         self.released = True
@@ -165,6 +179,7 @@ class ProcessWorkers(BaseWorkers):
         self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
+        self._readiness: Readiness | None = None  # once `fileno` was called
         self._wake_fd = -1  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
         with HeldInterrupts():
@@ -190,13 +205,14 @@ class ProcessWorkers(BaseWorkers):
             yield payload
 
     def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
+        grace_s = sigterm_grace_s()
         check_descriptors()
         requests_read, requests_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._starting = (requests_write, answers_read)
         pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
         try:
-            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes)
+            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes, grace_s)
         except BaseException:
             os.close(requests_write)
             os.close(answers_read)
@@ -206,7 +222,7 @@ class ProcessWorkers(BaseWorkers):
             # The worker's ends: only the worker may hold them, or its death would not close the pipe.
             os.close(requests_read)
             os.close(answers_write)
-        return ProcessWorker(worker_id, process, requests_write, answers_read)
+        return ProcessWorker(worker_id, process, requests_write, answers_read, ends_on_sigterm=grace_s <= 0)
 
     def _put(self, worker: ProcessWorker) -> None:
         """Add a worker, or put it in the place of the one with its number."""
@@ -226,15 +242,21 @@ class ProcessWorkers(BaseWorkers):
     def renew_datasets(self) -> None:
         """Do nothing: processes have datasets of their own."""
 
-    def restart(self, worker_id: int) -> ProcessWorker:
+    def restart(self, worker_id: int, *, has_left: bool = False) -> ProcessWorker:
         """Replace one, dead or not, by a new process with new pipes, without a task.
+
+        One that ``has_left`` is ending by itself, and may take as long for that as in `close`.
 
         Raises:
             Exception: Any that kept the new one from starting; then all workers are stopped.
             LoaderClosed: If another thread has closed the loader meanwhile.
         """
-        with HeldInterrupts():
+        with HeldInterrupts() as interrupts:
             old = self.workers[worker_id]
+            if has_left:
+                _wait_for([old], _STOP_S, interrupts)
+            if self._readiness is not None:  # before its descriptors' numbers are used again
+                self._readiness.follow([worker for worker in self.workers if worker is not old])
             self._end([old])
             self._poller = None
             try:
@@ -281,9 +303,29 @@ class ProcessWorkers(BaseWorkers):
         self._poller = poller  # last: a poller that an interrupt left incomplete would wait for ever
         return poller
 
+    def ready(self) -> list[ProcessWorker]:
+        """The workers that have sent something or ended, without a wait."""
+        spoke = self.wait(0.0)
+        if self._readiness is not None and not spoke:
+            self._readiness.follow(self.workers)
+        return spoke
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once `ready` finds more than it did last, and after `close`."""
+        if self._readiness is None:
+            from shmloader.workers.readiness import Readiness
+
+            self._readiness = Readiness()
+            self._readiness.follow(self.workers)
+            if self.interrupted or self.closed:
+                self._readiness.set()
+        return self._readiness.fd
+
     def interrupt(self) -> None:
         """Make `wait`, in another thread, return at once from now on."""
         self.interrupted = True
+        if self._readiness is not None:
+            self._readiness.set()
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
 
@@ -360,17 +402,16 @@ class ProcessWorkers(BaseWorkers):
             self._poller = None
             live.discard(self)
             forked = self._method == "fork"  # such a worker comes to its first line at once
+            if self._readiness is not None:
+                self._readiness.follow([])
+                self._readiness.set()
             for worker in workers:
                 worker.close_pipes()
                 if not worker.heard and (
                     worker.worker_id in self._added or not (forked or answers(worker.pid))
                 ):
-                    worker.process.terminate()
-            deadline = time.monotonic() + grace_s
-            for worker in workers:
-                # A second Ctrl-C means that the user will not wait.
-                while not (worker.is_dead() or interrupts.came or time.monotonic() >= deadline):
-                    worker.process.join(_LOOK_S)
+                    worker.terminate()
+            _wait_for(workers, grace_s, interrupts)
             self._end(workers)
             self._stacks.close()
             self._close_wake()
@@ -378,10 +419,10 @@ class ProcessWorkers(BaseWorkers):
 
     def _end(self, workers: list[ProcessWorker]) -> None:
         """End those processes that have not ended by themselves, and release all."""
-        for order in ("terminate", "kill"):
+        for order in (ProcessWorker.terminate, lambda worker: worker.process.kill()):
             stuck = [worker for worker in workers if not worker.is_dead()]
             for worker in stuck:
-                getattr(worker.process, order)()
+                order(worker)
             deadline = time.monotonic() + 1.0
             for worker in stuck:
                 worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -403,3 +444,11 @@ class ProcessWorkers(BaseWorkers):
         self._close_wake()
         self.closed = True
         self.closed_because = "its workers belong to the process that this one was forked from"
+
+
+def _wait_for(workers: list[ProcessWorker], grace_s: float, interrupts: HeldInterrupts) -> None:
+    """Wait until processes have ended by themselves; not after a second Ctrl-C: the user will not wait."""
+    deadline = time.monotonic() + grace_s
+    for worker in workers:
+        while not (worker.is_dead() or interrupts.came or time.monotonic() >= deadline):
+            worker.process.join(_LOOK_S)

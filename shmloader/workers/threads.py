@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -26,7 +26,7 @@ from shmloader.interrupts import HeldInterrupts
 from shmloader.messages import shown
 from shmloader.torch_private import use_one_core_in_this_thread
 from shmloader.worker.epoch_settings import datasets_in
-from shmloader.worker.links import ThreadLink
+from shmloader.worker.links import ThreadLink, Wakeup
 from shmloader.worker.loop import Loop, WorkerArguments
 from shmloader.worker.names import name_worker
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
@@ -42,7 +42,7 @@ _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 class ThreadWorker:
     """One worker thread, which runs in this process, and its two queues."""
 
-    def __init__(self, worker_id: int, arguments: WorkerArguments, wakeup: SimpleQueue[None]) -> None:
+    def __init__(self, worker_id: int, arguments: WorkerArguments, wakeup: Wakeup) -> None:
         self.worker_id = worker_id
         self.link = ThreadLink(wakeup)
         name = f"shmloader-worker-{worker_id}"
@@ -83,7 +83,7 @@ class ThreadWorkers(BaseWorkers):
         self.workers = []
         self.processes = []
         self._make_arguments = make_arguments
-        self._wakeup: SimpleQueue[None] = SimpleQueue()
+        self._wakeup = Wakeup()
         live.add(self)
         try:
             for worker_id in range(num_workers):
@@ -111,7 +111,7 @@ class ThreadWorkers(BaseWorkers):
         for worker in self.workers:
             worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 
-    def restart(self, worker_id: int) -> ThreadWorker:
+    def restart(self, worker_id: int, *, has_left: bool = False) -> ThreadWorker:
         """Refuse: a thread cannot be replaced, and ``worker_restarts`` is not possible with threads."""
         raise NotImplementedError(f"worker thread {worker_id} cannot be replaced")
 
@@ -127,6 +127,15 @@ class ThreadWorkers(BaseWorkers):
                 self._wakeup.get(timeout=left_s)
             except Empty:
                 return []
+
+    def ready(self) -> list[ThreadWorker]:
+        """The workers that have sent something or ended, without a wait."""
+        self._wakeup.clear()
+        return [worker for worker in self.workers if worker.link.answers or worker.link.ended]
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once `ready` finds more than it did last, and after `close`."""
+        return self._wakeup.fileno()
 
     def interrupt(self) -> None:
         """Wake `wait` by the queue, for good."""

@@ -13,6 +13,7 @@ from protocol_main import (
     COPIES,
     COUNT,
     COUNTED,
+    DRAWS,
     ENDS,
     INDICES,
     LEASE,
@@ -55,6 +56,9 @@ SETTINGS = {
     ),
     "and more tasks are wanted while a device reads": Setting(batches=4, grows=1, keeps=1, device=True),
     "and a worker dies": Setting(batches=3, grows=1, keeps=1, in_order=False, kills=1, restarts=1),
+    "a worker hands over": Setting(batches=4, prefetch=2, full=1, keeps=1),
+    "and one dies": Setting(batches=3, full=1, kills=1, restarts=1, keeps=1),
+    "and epochs are left": Setting(batches=2, epochs=2, full=1, interrupts=True, keeps=1),
     "a batch is left out": Setting(batches=3, left_out=0, interrupts=True, kills=1, restarts=1, keeps=1),
     "and without order": Setting(
         batches=3, epochs=2, left_out=0, interrupts=True, in_order=False, grows=1, keeps=1
@@ -65,6 +69,10 @@ KINDS = {  # of steps; without one of them, the exploration would prove less tha
     "worker writes batch of epoch to slot",
     "worker publishes batch of epoch",
     "worker sends part of batch of epoch",
+    "worker publishes batch of epoch and is full",
+    "worker hands over",
+    "worker takes over",
+    "main loses patience with worker; worker publishes batch of epoch and is full too late",
     "worker goes on",
     "worker comes to epoch",
     "worker ends",
@@ -237,6 +245,22 @@ class _WithView(np.ndarray):
         return memoryview(bytearray(self.nbytes))
 
 
+class LeavesVoidTasks(Exchange):
+    """An epoch is left while a worker is asked to hand over: the tasks behind that are not made."""
+
+    def begin_epoch(self, settings: bytes) -> None:
+        states, self._states = self._states, {}
+        try:
+            super().begin_epoch(settings)
+        finally:
+            self._states = states
+
+    def _accept_other(self, worker: Any, records: bytes, begin: int) -> None:
+        if worker.worker_id not in self._states:
+            self._states[worker.worker_id] = bytearray()
+        super()._accept_other(worker, records, begin)
+
+
 class DrawsFirst(Scheduler):
     """An index batch is drawn before it is known that a worker has room; and more tasks give it none."""
 
@@ -315,6 +339,10 @@ BUGS: dict[str, tuple[Setting, set[str]]] = {
     "a long index batch is gone when it is read again": (
         Setting(batches=2, kills=1, restarts=1, long=0, table=WritesIndicesOnce),
         {INDICES},
+    ),
+    "a worker that hands over leaves void tasks undone": (
+        Setting(batches=3, epochs=2, full=1, keeps=1, exchange=LeavesVoidTasks),
+        {DRAWS},
     ),
     "an index batch is drawn and not sent": (
         Setting(batches=4, grows=1, keeps=1, in_order=False, scheduler=DrawsFirst),

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ class Records(Numbered):
 
     def __getitem__(self, index: int) -> Any:
         return self.samples[index]["label"]
+
+
+class Subprocesses(Numbered):
+    """The one sample is the exit code of a program that was asked to end by SIGTERM."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        return torch.tensor(program.wait(10))
 
 
 class Eats(Numbered):

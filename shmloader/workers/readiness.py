@@ -1,0 +1,55 @@
+"""A descriptor to wait for in an event loop, in place of those of all worker processes. Main process."""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Peer(Protocol):
+    """What is watched of a worker process; see `ProcessWorker`."""
+
+    requests_fd: int
+    answers_fd: int
+    death_fd: int
+
+    def flush(self) -> bool:
+        """Send what could not be sent; False if its pipe is still full."""
+
+
+class Readiness:
+    """An epoll of all descriptors that end a wait for batches: itself a descriptor that is readable then.
+
+    It needs no thread. It is closed when the object dies, not with the workers: an event loop may be waiting.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()  # closes itself when it dies
+        self.fd: int = self._epoll.fileno()
+        self._watched: dict[int, int] = {}  # events, by descriptor
+        self._end_fd = os.eventfd(0)  # readable for good once the workers are closed
+        weakref.finalize(self, os.close, self._end_fd)
+        self._epoll.register(self._end_fd, select.EPOLLIN)
+
+    def follow(self, workers: Iterable[Peer]) -> None:
+        """Watch these workers alone; call it before a descriptor of one of the others is closed.
+
+        A full pipe is watched for room: a worker may be waiting for what it had no room for.
+        """
+        wanted: dict[int, int] = {}
+        for worker in workers:
+            wanted[worker.answers_fd] = wanted[worker.death_fd] = select.EPOLLIN
+            if not worker.flush():
+                wanted[worker.requests_fd] = select.EPOLLOUT
+        for fd in self._watched.keys() - wanted.keys():
+            self._epoll.unregister(fd)
+        for fd in wanted.keys() - self._watched.keys():
+            self._epoll.register(fd, wanted[fd])
+        self._watched = wanted
+
+    def set(self) -> None:
+        """Make it readable for good."""
+        os.eventfd_write(self._end_fd, 1)

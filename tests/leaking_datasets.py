@@ -1,0 +1,148 @@
+"""Datasets that leak, draw and keep states, for workers under every start method."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+
+class Leaking(Dataset[dict[str, Any]]):
+    """Sample ``i`` is ``i``, its worker's pid and draws of every generator; each leaks so many bytes."""
+
+    def __init__(self, length: int, leaked_nbytes: int = 0) -> None:
+        self.length, self.leaked_nbytes = length, leaked_nbytes
+        self.leaked: list[bytes] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.leaked_nbytes:
+            self.leaked.append(os.urandom(64) * (self.leaked_nbytes // 64))
+        rng = get_worker_info().rng
+        draws = [
+            torch.rand(1).item(),
+            random.random(),
+            np.random.rand(),
+            np.random.default_rng(index).random(),
+        ]
+        draws += [torch.rand(1, generator=rng.torch_generator).item(), rng.random_generator.random()]
+        draws += [rng.numpy_generator.random(), torch.randn(1).item(), random.gauss(0, 1), np.random.randn()]
+        return {"index": index, "draws": torch.tensor(draws, dtype=torch.float64), "pid": os.getpid()}
+
+
+class Told(Leaking):
+    """It has heard of the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {"epoch": self.epoch}
+
+
+class Ended(Leaking):
+    """Writes a line when it is torn down, after a moment."""
+
+    def __init__(self, length: int, leaked_nbytes: int, path: Path) -> None:
+        super().__init__(length, leaked_nbytes)
+        self.path = path
+
+    def worker_setup(self, _: Any) -> None:
+        torch.rand(3)  # draws of the new worker's own beginning count for nothing
+
+    def worker_teardown(self) -> None:
+        time.sleep(0.1)
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class OwnGenerator(Leaking):
+    """Draws from a generator of its own, which `WithState` keeps."""
+
+    def __init__(self, length: int, leaked_nbytes: int = 0) -> None:
+        super().__init__(length, leaked_nbytes)
+        self.rng, self.count = np.random.default_rng(3), 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.count += 1
+        return super().__getitem__(index) | {"own": self.rng.random(), "count": self.count}
+
+
+class WithState(OwnGenerator):
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state, "count": self.count, "large": b"x" * 300_000}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["large"] == b"x" * 300_000
+        self.rng.bit_generator.state, self.count = state["rng"], state["count"]
+
+
+class Around(Dataset[Any]):
+    """Another dataset with one attribute more."""
+
+    def __init__(self, inner: Any, extra: Any = None) -> None:
+        self.inner, self.extra = inner, extra
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Transform:
+    """Holds anything."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, sample: Any) -> Any:
+        return sample
+
+
+class Counting(Leaking):
+    """A number that changes with each sample."""
+
+    hits = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.hits += 1
+        return super().__getitem__(index)
+
+
+class Lazy(Leaking):
+    """Makes its generator in the worker."""
+
+    rng: Any = None
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.rng = self.rng or random.Random(index)
+        return super().__getitem__(index)
+
+
+class LeakingOnce(Leaking):
+    """Ends its process, once, in the moment in which it would hand over."""
+
+    def __init__(self, length: int, leaked_nbytes: int, folder: Path) -> None:
+        super().__init__(length, leaked_nbytes)
+        self.mark = folder / "ended"
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {}
