@@ -387,7 +387,7 @@ def test_interrupted_it_keeps_what_was_measured(
 
     monkeypatch.setattr(contest, "run_undisturbed", note)
     monkeypatch.setattr(contest, "measure_memcpy", lambda run: next(turns))
-    names = ["--workload", "tiny", "--loader", "shmloader", "--loader", "torch-file_descriptor", "--repeats", "2"]
+    names = ["--workload=tiny", "--loader=shmloader", "--loader=torch-file_descriptor", "--repeats=2"]
     with pytest.raises(KeyboardInterrupt):
         comparison.main([*names, "--json", str(tmp_path / "figures.json")])
     kept = json.loads((tmp_path / "figures.json").read_text())["workloads"]["tiny"]
