@@ -66,6 +66,12 @@ def run_all(run: Run, workloads: list[str], loaders: list[str]) -> None:
         run.arguments.repeats * (1 + sum(LOADERS[name].meant_for(WORKLOADS[one]) for name in loaders))
         for one in workloads
     )
+    print(
+        f"{total} measurements, each in a fresh process: {len(workloads)} workload(s), {len(loaders)} "
+        f"loader(s) and the limit, {run.arguments.repeats} turn(s). Ctrl-C ends it and prints what there is.",
+        file=sys.stderr,
+        flush=True,
+    )
     with tqdm(total=total, disable=None, leave=False) as progress:
         progress.set_description(MEMCPY)
         measure_memcpy(run)
@@ -84,12 +90,23 @@ def run_workload(run: Run, name: str, loaders: list[str], progress: Any) -> None
         run.leave_out(name, "all", missing)
         return
     names = contestants_for(run, workload, loaders)
+    runs: summary.Runs = {one: [] for one in [*names, LIMIT]}
     try:
-        runs = without_wrong_data(run, name, measure_in_turns(run, workload, names, progress))
+        measure_in_turns(run, workload, runs, progress)
     except MeasurementFailedError as failure:
         run.leave_out(name, "all", last_words(failure))
         run.wrong = True
-        return
+        runs.clear()
+    finally:  # after Ctrl-C too: what was measured is kept
+        if runs.get(LIMIT):
+            made = {one: measurements for one, measurements in runs.items() if measurements}
+            turns = min(map(len, made.values()))
+            add_outcome(run, name, workload, {one: made[one][:turns] for one in made})
+
+
+def add_outcome(run: Run, name: str, workload: Workload, runs: summary.Runs) -> None:
+    """Adds the results of a workload."""
+    runs = without_wrong_data(run, name, runs)
     rows = summary.make_rows(name, runs)
     run.outcomes.append(Outcome(workload, rows, runs, judge(workload, rows, runs)))
 
@@ -131,13 +148,12 @@ def contestants_for(run: Run, workload: Workload, names: list[str]) -> list[str]
     return chosen
 
 
-def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: Any) -> summary.Runs:
-    """Runs all contestants on one workload in turns; one that fails is left out from then on.
+def measure_in_turns(run: Run, workload: Workload, runs: summary.Runs, progress: Any) -> None:
+    """Measures all contestants on one workload in turns; one that fails is left out from then on.
 
     Each turn begins with another contestant, so that it is not always the same one that runs when the machine
     has just been idle, or just been busy.
     """
-    runs: summary.Runs = {name: [] for name in [*names, LIMIT]}
     for turn in range(run.arguments.repeats):
         for name in rotated(list(runs), turn % len(runs)):
             progress.set_description(f"{workload.name}, {name}")
@@ -150,7 +166,6 @@ def measure_in_turns(run: Run, workload: Workload, names: list[str], progress: A
                 run.fail(workload.name, name, last_words(failure))
                 del runs[name]
             progress.update()
-    return runs
 
 
 def make_spec(arguments: argparse.Namespace, workload: Workload | None, contestant: str) -> Spec:

@@ -34,8 +34,7 @@ from shmloader.loading import set_epoch
 from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
-from shmloader.store import open_store as open  # noqa: A004, F401 - used as shmloader.open
-from shmloader.store import share, unshare
+from shmloader.store import open_store, share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
@@ -47,6 +46,8 @@ if os.environ.get("SHMLOADER_PROFILE"):
     _begin(_profile_each)
 
 __version__ = "0.1.0"
+
+open = open_store  # noqa: A001 - used as shmloader.open; assigned, since type checkers count that as exported
 
 __all__ = [
     "ArchiveError",
@@ -85,3 +86,9 @@ __all__ = [
     "unshare",
     "why_per_sample",
 ]
+
+_MODULES = {"frameworks", "monitor", "store", "tar"}  # those with public names of their own
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "open", *(_MODULES & globals().keys())])

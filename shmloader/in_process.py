@@ -87,6 +87,10 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         own.pop("_dataset_fetcher", None)
         own.get("_end_setup", lambda: None)()
 
+    def __repr__(self) -> str:
+        returned = vars(self).get("_num_yielded", 0)  # `__init__` may have raised
+        return f"<{type(self).__name__}: {returned} batches of this epoch returned, no workers>"
+
     def __next__(self) -> Any:
         if self._stream is not None or torch_private.profiler_enabled():
             return super().__next__()

@@ -411,6 +411,14 @@ class SlotIterator(torch_private.OwnOrder):
             self._lifecycle.expect(error)
             raise
 
+    def __repr__(self) -> str:
+        own = vars(self)  # `__init__` may have raised
+        workers = own["_all_workers"].workers if "_all_workers" in own else ()
+        state = f"{len(workers)} workers" if workers else "closed"
+        return (
+            f"<{type(self).__name__}: {own.get('_num_yielded', 0)} batches of this epoch returned, {state}>"
+        )
+
     # --- the end
 
     def _check_open(self) -> None:

@@ -27,14 +27,16 @@ from shmloader.settings import (
     Shard,
     WorkerType,
     check_arguments,
+    check_torchs,
     dispatch_of,
     number_or_auto,
+    options_asked_for,
     set_device,
     set_options,
 )
 from shmloader.statistics import LoaderStatistics
 from shmloader.store_hooks import hooks
-from shmloader.torch_private import never_compiled
+from shmloader.torch_private import BaseIterator, never_compiled
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -151,10 +153,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             processes only. See docs/vectorised.md.
 
     Raises:
-        TypeError: For numbers that are not whole (``1e9`` is a float), and when torch raises one.
+        TypeError: For a wrong type, such as a number that is not whole (``1e9`` is a float), with the
+            argument, its value and what to pass; and when torch raises one.
         ValueError: For arguments that torch refuses, with torch's message; for other values than those above,
             and for arguments that exclude each other, with what to pass instead.
-        RuntimeError: For an invalid ``device``; from ``iter()``, for a missing accelerator.
+        RuntimeError: From ``iter()``, for a missing accelerator.
     """
 
     memory_budget_nbytes: int | None
@@ -215,6 +218,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         given = locals()
         workers = number_or_auto("num_workers", num_workers, 1)
         in_advance = number_or_auto("prefetch_factor", prefetch_factor, 2)
+        check_torchs(batch_size, workers, in_advance, timeout, generator)
         given["dispatch"] = dispatch_of(dispatch, workers)
         options = set_options(self, {name: given[name] for name in OWN_DEFAULTS})
         set_device(self, device)
@@ -224,9 +228,18 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         super().__init__(**torchs | {"dataset": _shared_if_asked(self, dataset)})
         warn_of_ray(self)
 
+    def __repr__(self) -> str:
+        try:
+            counts = [f"{name}={getattr(self, name)!r}" for name in ("batch_size", "num_workers")]
+            what = ", ".join([*counts, *options_asked_for(self)])
+            return f"<{type(self).__name__} of {type(self.dataset).__qualname__}: {what}>"
+        except AttributeError:  # it is not made yet
+            return object.__repr__(self)
+
     @never_compiled
-    def __iter__(self) -> Any:
-        return loading_of(self).iterate(super().__iter__)
+    def __iter__(self) -> BaseIterator:
+        iterator: BaseIterator = loading_of(self).iterate(super().__iter__)
+        return iterator
 
     @never_compiled
     def __aiter__(self) -> AsyncIterator[_T_co]:
@@ -326,7 +339,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         return loading_of(self).follow(batches)
 
     @never_compiled
-    def batch(self, epoch: int, number: int) -> _T_co:
+    def batch(self, epoch: int, number: int) -> Any:
         """The batch that this rank has in a step of an epoch, made again in this process, for debugging.
 
         Iterators, the samplers, the workers and the program's random generators stay as they are. The order
@@ -350,8 +363,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 share the dataset, which was told of another epoch.
             IndexError: If the epoch has no such batch.
         """
-        batch: _T_co = loading_of(self).batch(epoch, number)
-        return batch
+        return loading_of(self).batch(epoch, number)
 
     @never_compiled
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ Those about workers are checked once more when it starts workers: frameworks set
 
 from __future__ import annotations
 
+import numbers
 import operator
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from shmloader import torch_private
+from shmloader.messages import shown
 
 OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
@@ -41,6 +43,8 @@ _WHOLE = {
     "snapshot_every_n_steps": (0, "a whole number or None", "100"),
 }
 """Options that are whole numbers: the least, what to pass, an example."""
+_COUNTS = {"num_workers": "a whole number or 'auto'", "prefetch_factor": "a whole number, 'auto' or None"}
+"""torch's arguments that may be chosen automatically, and what to pass."""
 _DEVICE = "_shmloader_device"
 
 
@@ -53,12 +57,15 @@ class AutoCount(int):
 
 
 def number_or_auto(name: str, argument: Any, start: int) -> Any:
-    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks all but strings.
+    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks what is no number.
 
     Raises:
+        TypeError: For a number that is not whole.
         ValueError: For another string.
     """
     if not isinstance(argument, str):
+        if isinstance(argument, numbers.Real):
+            _whole(name, argument, _COUNTS[name], 2)
         return argument
     if argument != AUTO:
         raise ValueError(f"{name} must be a number or {AUTO!r}, not {argument!r}")
@@ -122,7 +129,7 @@ class Settings:
         if isinstance(read["num_workers"], AutoCount):
             read["dispatch"] = DYNAMIC
         for name in ("num_workers", "prefetch_factor"):
-            read[name] = operator.index(read[name] or 0)
+            read[name] = _whole(name, read[name] or 0, _COUNTS[name], 2)
         return cls(**read, device=getattr(loader, _DEVICE, None))
 
     @property
@@ -213,12 +220,44 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
     """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own.
 
     Raises:
-        RuntimeError: If it is not a device.
+        ValueError: If torch has no such device.
     """
-    device = None if device is None else torch.device(device)
+    try:
+        device = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is not a device. Pass 'cuda', 'cuda:1', 'cpu' or None. torch says: {error}"
+        ) from None
     setattr(loader, _DEVICE, device)
     if not hasattr(type(loader), "device") and "device" not in vars(loader):
         loader.device = device
+
+
+def check_torchs(
+    batch_size: Any, num_workers: Any, prefetch_factor: Any, timeout: Any, generator: Any
+) -> None:
+    """Check those arguments of torch's that it takes, or refuses without their names.
+
+    Raises:
+        TypeError: For a wrong type.
+        ValueError: For ``prefetch_factor=0``, and a ``batch_size`` that is a text, as torch raises.
+    """
+    if isinstance(batch_size, str):
+        raise ValueError(  # noqa: TRY004 - as torch's
+            f"batch_size should be a positive integer value, but got batch_size={batch_size!r}: pass an int, "
+            "such as 32"
+        )
+    if not hasattr(timeout, "__float__"):
+        raise TypeError(f"timeout must be a number of seconds, not {shown(timeout)}: pass one, such as 60")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator or None, not {shown(generator)}: pass "
+            "torch.Generator().manual_seed(0)"
+        )
+    if num_workers and prefetch_factor is not None and prefetch_factor == 0:
+        raise ValueError(
+            f"prefetch_factor must be at least 1 with num_workers={num_workers}, not 0: pass 2, say, or None"
+        )
 
 
 def check_arguments(
@@ -344,11 +383,22 @@ def _contradictions(
 
 def _check_whole(name: str, value: Any) -> None:
     least, wanted, such_as = _WHOLE[name]
+    number = _whole(name, value, wanted, such_as)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, not {number}")
+
+
+def _whole(name: str, value: Any, wanted: str, such_as: object) -> int:
+    """A number as a plain int.
+
+    Raises:
+        TypeError: If it is not a whole number, or is a truth value where that is an option of the loader's.
+    """
     try:
-        number = operator.index(value)
+        if isinstance(value, bool) and name in _WHOLE:
+            raise TypeError
+        return operator.index(value)
     except TypeError:
         raise TypeError(
             f"{name} must be {wanted}, not {value!r:.100}: pass an int, such as {such_as}"
         ) from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {number}")

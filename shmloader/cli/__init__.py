@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import shmloader
+from shmloader.cli.bench import checkout
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -23,7 +24,7 @@ COMMANDS = {
     "memory": "show who in a training program has how much memory, how it grows, and why",
     "profile": "measure where the time of a program's loaders goes, and say what holds them up",
     "top": "show the figures of a program that runs under `profile`, live",
-    "bench": "compare loaders with each other and with the limit of this machine (in a checkout)",
+    "bench": "compare loaders with each other and with the limit of this machine",
 }
 """Commands with a summary each. Command ``NAME`` is the module ``shmloader.cli.NAME``."""
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
         description="Tools of shmloader, the shared-memory DataLoader for PyTorch.",
-        epilog="commands:\n" + "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(_summaries()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shmloader {shmloader.__version__}")
@@ -59,3 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def _summaries() -> Iterator[str]:
+    for name, summary in COMMANDS.items():
+        is_missing = name == "bench" and checkout() is None
+        yield f"  {name:<8} {summary}{' (not in an installed package: in a checkout)' if is_missing else ''}"

@@ -17,16 +17,25 @@ NOT_MEASURED = 2
 _ENTRY = Path("benchmarks", "comparison.py")
 
 
+def checkout() -> Path | None:
+    """The folder of the checkout that this package lies in; None for an installed package.
+
+    Beside that there may be another project's package of the name ``benchmarks``.
+    """
+    root = Path(shmloader.__file__).resolve().parent.parent
+    return root if (root / _ENTRY).is_file() and (root / "pyproject.toml").is_file() else None
+
+
 def main(words: Sequence[str]) -> int:
     """Run the benchmarks of the checkout that this package lies in; gives the exit status of the comparison.
 
     It is 2 if the benchmarks or a library they need are missing.
     """
-    root = Path(shmloader.__file__).resolve().parent.parent
-    if not (root / _ENTRY).is_file():
+    root = checkout()
+    if root is None:
         print(
-            f"error: the benchmarks are not here: {root / _ENTRY} does not exist. They come with the source "
-            "tree and not with an installed package: clone the repository and run `make bench` there, or "
+            f"error: the benchmarks are not here: {Path(shmloader.__file__).parent} is an installed package, "
+            "and they come with the source tree: clone the repository and run `make bench` there, or "
             "install it editable (pip install -c constraints.txt -e '.[bench]') and repeat this command.",
             file=sys.stderr,
         )

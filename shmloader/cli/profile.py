@@ -17,9 +17,10 @@ from shmloader.cli.programs import (
     parse_with_program,
     say,
     start_program,
+    terminal_width,
 )
 from shmloader.profiling.program import FOLDER, read_reports
-from shmloader.profiling.report import render, write_trace
+from shmloader.profiling.report import render, wrapped, write_trace
 
 DESCRIPTION = """\
 Run a program and measure each of its loaders, batch by batch: those of shmloader, and with
@@ -43,7 +44,7 @@ def main(words: Sequence[str]) -> int:
         with forwarded_signals(program):
             status = exit_status(program)
         reports = read_reports(Path(folder))
-    say(render_all(reports))
+    say(render_all(reports, terminal_width(2)))
     try:
         _write(arguments, reports)
     except OSError as error:
@@ -72,14 +73,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def render_all(reports: Sequence[dict[str, Any]]) -> str:
-    """The reports as text."""
+def render_all(reports: Sequence[dict[str, Any]], width: int | None) -> str:
+    """The reports as text, in lines of at most ``width`` columns if that is not None."""
     if not reports:
-        return (
+        return wrapped(
             "No loader of shmloader has returned a batch: the program has to import it, and to load with "
-            "shmloader.DataLoader or after shmloader.install()."
+            "shmloader.DataLoader or after shmloader.install().",
+            width,
         )
-    return "\n".join(f"\n{report['title']}\n{render(report)}" for report in reports)
+    return "\n".join(f"\n{wrapped(report['title'], width)}\n{render(report, width)}" for report in reports)
 
 
 def _write(arguments: argparse.Namespace, reports: list[dict[str, Any]]) -> None:

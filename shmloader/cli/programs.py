@@ -48,9 +48,42 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)  # also for what is still to be flushed
-        os.close(nowhere)
+        _discard(2)
+
+
+def print_out(text: str, what: str) -> bool:
+    """Print to standard output; returns whether that is where the text is now.
+
+    A reader that has gone, such as ``head``, has what it wanted. If it cannot be written (a full disk),
+    standard error says so.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _discard(1)
+    except OSError as error:
+        _discard(1)
+        say(f"error: {what} could not be written to standard output: {error.strerror}")
+        return False
+    return True
+
+
+def _discard(fd: int) -> None:
+    """Send a stream nowhere, with what is still to be flushed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, fd)
+    os.close(nowhere)
+
+
+def terminal_width(fd: int) -> int | None:
+    """The columns of the terminal that a stream goes to, at least 40; None if it is none."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return max(40, int(columns))
+    try:
+        return max(40, os.get_terminal_size(fd).columns)
+    except OSError:
+        return None
 
 
 def start_program(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | int:

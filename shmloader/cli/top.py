@@ -14,6 +14,7 @@ import psutil
 
 from shmloader.cli.options import MOST_PID, whole_number
 from shmloader.cli.profile import render_all
+from shmloader.cli.programs import print_out, terminal_width
 from shmloader.profiling.program import FOLDER, read_reports
 
 _EVERY_S = 1.0
@@ -39,8 +40,7 @@ def main(words: Sequence[str]) -> int:
         )
         return 1
     if arguments.once:
-        print(_text(folder))
-        return 0
+        return 0 if print_out(_text(folder, terminal_width(1)), "the report") else 1
     with contextlib.suppress(KeyboardInterrupt):
         _follow(arguments.pid, folder)
     return 0
@@ -61,14 +61,14 @@ def _folder_of(pid: int) -> Path | None:
     return None
 
 
-def _text(folder: Path) -> str:
-    return render_all(read_reports(folder)[:_MOST])
+def _text(folder: Path, width: int | None) -> str:
+    return render_all(read_reports(folder)[:_MOST], width)
 
 
 def _follow(pid: int, folder: Path) -> None:
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         while psutil.pid_exists(pid) and folder.is_dir():
-            print(_text(folder), flush=True)
+            print(_text(folder, terminal_width(1)), flush=True)
             time.sleep(_EVERY_S)
         return
     from rich.live import Live
@@ -76,5 +76,5 @@ def _follow(pid: int, folder: Path) -> None:
 
     with Live(auto_refresh=False) as live:
         while psutil.pid_exists(pid) and folder.is_dir():
-            live.update(Text(_text(folder)), refresh=True)
+            live.update(Text(_text(folder, live.console.width)), refresh=True)
             time.sleep(_EVERY_S)

@@ -113,8 +113,8 @@ def _timeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
         f"has finished a batch. {why}"
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
-        f"where. The next is due from worker {worker.worker_id} ({worker.place}); "
-        f"outstanding index batches: {outstanding}\n{workers.stack_of(worker.worker_id)}"
+        f"where; docs/messages.md has the usual reasons. The next is due from worker {worker.worker_id} "
+        f"({worker.place}); outstanding index batches: {outstanding}\n{workers.stack_of(worker.worker_id)}"
     )
 
 

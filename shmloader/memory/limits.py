@@ -23,7 +23,10 @@ SURE_NBYTES = 4 << 20
 """Bytes that are taken without asking for the headroom first: reading a cgroup's files would cost more."""
 
 _MOST_SPARE_NBYTES = 64 << 20
-_ADVICE = "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit."
+_ADVICE = (
+    "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit "
+    "(docs/messages.md)."
+)
 
 _CGROUPS = Path("/sys/fs/cgroup")  # where systemd and containers mount them
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -20,6 +21,7 @@ MAIN = {"wait": "waiting for a batch", "sampler": "sampler", "next": "next() its
 WORKERS = {"fetch": "fetch", "collate": "collate", "write": "write", "idle": "waiting for a slot"}
 """Parts of the time of the main process and of the workers, with their names in the table."""
 
+_TIMES = ("p50", "p95", "p99", "most")
 _Times = np.ndarray[Any, np.dtype[np.float64]]
 _MOST_DRAWN = 300  # batches in a picture: more would be thinner than a pixel
 _LEAST_OF_WORKER = 5  # batches, for a worker to be compared with the others
@@ -180,26 +182,38 @@ def write_trace(path: str | PathLike[str], spans: Iterable[Sequence[Any]]) -> No
     Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
-def render(figures: dict[str, Any]) -> str:
-    """A report as text, from its `ProfileReport.as_dict`."""
+def render(figures: dict[str, Any], width: int | None = None) -> str:
+    """A report as text, from its `ProfileReport.as_dict`.
+
+    With a ``width``, of 40 columns or more, no line is longer: the table has as many columns as fit.
+    """
     batches, total_s = figures["batches"], figures["total_s"]
     lines: list[str] = [figures["verdict"]["text"]]
     if not batches:
-        return lines[0]
+        return wrapped(lines[0], width)
     rate, bound = batches / max(total_s, 1e-9), figures["bound_batches_per_s"]
     limit = f"; {bound:,.1f} if loading took no time" if bound else ""
     lines.append(f"{batches:,} batches in {time_of(total_s)}: {rate:,.1f} batches/s{limit}")
     workers = f"{figures['num_workers']} worker(s)" if figures["num_workers"] else "in next()"
     heads = ((MAIN, "main", "main process"), (WORKERS, "workers", workers))
     for names, key, head in heads:
-        lines.append(f"{head:<22}{'share':>7}{'p50':>10}{'p95':>10}{'p99':>10}{'most':>10}")
+        shown = _TIMES if width is None else _TIMES[: (width - 29) // 10]
+        lines.append(f"{head:<22}{'share':>7}" + "".join(f"{title:>10}" for title in shown))
         for name, title in names.items():
             share, *times = figures[key][name].values()
-            lines.append(f"  {title:<20}{share:>7.0%}" + "".join(f"{time_of(one):>10}" for one in times))
+            spent = "".join(f"{time_of(one):>10}" for one in times[: len(shown)])
+            lines.append(f"  {title:<20}{share:>7.0%}{spent}")
     for number, (made, usual_s) in figures["by_worker"].items():
         lines.append(f"worker {number}: {made:,} batches, {time_of(usual_s)} for half of them or more")
     lines += [f"slowest: {name}, {time_of(slow_s)}" for name, slow_s in figures["slowest"].items()]
-    return "\n".join(lines)
+    return "\n".join(wrapped(line, width) for line in lines)
+
+
+def wrapped(line: str, width: int | None) -> str:
+    """A line of text, in several lines if it is longer than a width."""
+    if width is None or len(line) <= width:
+        return line
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent="  "))
 
 
 def _spreads(times: dict[str, _Times]) -> dict[str, Spread]:

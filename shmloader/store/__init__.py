@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
@@ -72,16 +73,29 @@ hooks.register(
 )
 
 _Array = TypeVar("_Array", bound=np.ndarray[Any, Any])
+_Row = TypeVar("_Row")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_Object = TypeVar("_Object")
 
 
+# What type checkers see. They cannot know that a container of few large containers stays one of its kind.
 @overload
 def share(data: _Array, *, copy: bool = False, progress: bool | None = None) -> _Array: ...
 @overload
 def share(data: torch.Tensor, *, copy: bool = False, progress: bool | None = None) -> torch.Tensor: ...
 @overload
-def share(data: list[Any] | Iterator[Any], *, copy: bool = False, progress: bool | None = None) -> Any: ...
+def share(
+    data: Sequence[_Row] | Iterator[_Row], *, copy: bool = False, progress: bool | None = None
+) -> Store[_Row]: ...
 @overload
-def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any: ...
+def share(
+    data: Mapping[_Key, _Value], *, copy: bool = False, progress: bool | None = None
+) -> MappingStore[_Key, _Value]: ...
+@overload
+def share(data: AbstractSet[_Row], *, copy: bool = False, progress: bool | None = None) -> SetStore[_Row]: ...
+@overload
+def share(data: _Object, *, copy: bool = False, progress: bool | None = None) -> _Object: ...
 def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
     """Put data into memory that all processes of this host share, once and read-only.
 
@@ -158,7 +172,7 @@ def unshare(data: Any) -> Any:
 
 def open_store(
     path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
-) -> Any:
+) -> Store:
     """Open files as a store, read-only.
 
     * Arrow IPC (``.arrow``, ``.feather``; file and stream format): mapped. Nothing is read until it is
@@ -179,7 +193,8 @@ def open_store(
         allow_pickle: Whether values may be unpickled, which runs code: only from sources that you trust.
 
     Returns:
-        The store. The rows of a table are dicts.
+        The store. The rows of a table are dicts. Where a mapping or a set was saved, it is a `MappingStore`
+        or `SetStore`, which type checkers cannot know.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -192,4 +207,5 @@ def open_store(
     """
     from shmloader.store import files  # imports pyarrow
 
-    return files.open_store(path, columns=columns, allow_pickle=allow_pickle)
+    store: Store = files.open_store(path, columns=columns, allow_pickle=allow_pickle)
+    return store

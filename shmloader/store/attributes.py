@@ -14,9 +14,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sized
-from functools import partial
 from itertools import chain
-from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from shmloader.store import kinds, static
 from shmloader.store.base import Store
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.columns.key_hashes import hashes_of
-from shmloader.store.graph import Graph, Node, blame
+from shmloader.store.graph import Graph, Node, blame_element
 from shmloader.store.handles import MappedFiles, is_shared, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
@@ -42,6 +40,7 @@ _log = logging.getLogger(__name__)
 _LEAST_WARNED_NBYTES = 4 << 20
 _PANDAS_ROWS = 1 << 14
 _BLAMED_AT_ONCE = 1 << 14  # elements that are tried together
+_MOST_BLAMED = 8  # keys that lead to an element, in a message
 
 
 def share_graph(
@@ -119,19 +118,31 @@ def _write_if_possible(
 
 
 def _blame(container: Any, why: str) -> str:
-    """A sentence on the first element of a container that cannot be kept; ``why`` alone if each can."""
-    values = [element for _, element in kinds.elements_of(container)]
-    parts = (values[begin : begin + _BLAMED_AT_ONCE] for begin in range(0, len(values), _BLAMED_AT_ONCE))
+    """A sentence on the first element, at any depth, that cannot be kept; ``why`` alone if each can."""
+    keys: list[Any] = []
+    value = container
+    while not keys or (len(keys) < _MOST_BLAMED and kinds.container_kind(value) is not None):
+        if (found := _element_to_blame(value)) is None:
+            break
+        (key,), value = found
+        keys.append(key)
+    return blame_element(keys, value, why) if keys else why
+
+
+def _element_to_blame(container: Any) -> tuple[tuple[Any], Any] | None:
+    """The first element of a container that cannot be kept, after the key that leads to it."""
+    elements = list(kinds.elements_of(container))
+    parts = (elements[begin : begin + _BLAMED_AT_ONCE] for begin in range(0, len(elements), _BLAMED_AT_ONCE))
     part = next((part for part in parts if not _can_be_kept(part)), [])
     while len(part) > 1:
         half = part[: len(part) // 2]
         part = part[len(half) :] if _can_be_kept(half) else half
-    return blame(container, partial(is_not, part[0]), why) if part and not _can_be_kept(part) else why
+    return part[0] if part and not _can_be_kept(part) else None
 
 
-def _can_be_kept(values: list[Any]) -> bool:
+def _can_be_kept(elements: list[tuple[Any, Any]]) -> bool:
     try:
-        ColumnEncoder().encode(values)
+        ColumnEncoder().encode([value for _, value in elements])
     except Exception:  # noqa: BLE001 - whatever their classes raise
         return False
     return True

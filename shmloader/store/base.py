@@ -14,13 +14,17 @@ import torch
 from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.indices.packed_indices import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows
-from shmloader.store.list_methods import ListMethods
+from shmloader.store.list_methods import ListMethods, RowT_co
 from shmloader.store.memory import share_array
 from shmloader.store.read_only import ReadOnly
 from shmloader.store.tables import save
 
 _INT64 = np.dtype(np.int64)
 _MOST_NUMBERS = 1024  # of a slice that are made at once
+_INTERNAL = frozenset(  # what stores offer to the rest of shmloader, and not to programs
+    "KIND buffer chunks field form items_between numbers plain row_of rows stored_values tuple_length"
+    " value_at".split()
+)
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -71,6 +75,9 @@ class SharedObject(ReadOnly, ABC):
         """Bytes of shared memory."""
         return self.describe().nbytes
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
+
     def __copy__(self) -> Self:
         return self
 
@@ -78,8 +85,8 @@ class SharedObject(ReadOnly, ABC):
         return self
 
 
-class Store(SharedObject, ListMethods):
-    """A read-only sequence in shared memory.
+class Store(SharedObject, ListMethods[RowT_co]):
+    """A read-only sequence in shared memory; ``Store[Row]`` for type checkers.
 
     A subclass defines the number of rows and how to read one; the rest of the sequence's interface is derived
     from these.
@@ -89,7 +96,7 @@ class Store(SharedObject, ListMethods):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> RowT_co:
         """Read one row.
 
         Args:
@@ -115,7 +122,7 @@ class Store(SharedObject, ListMethods):
             TypeError: If the rows do not fit in ``out``.
         """
 
-    def plain(self) -> Store:
+    def plain(self) -> Store[RowT_co]:
         """The same rows, with large lists and dicts inside of them built, and not views."""
         return self
 
@@ -131,7 +138,7 @@ class Store(SharedObject, ListMethods):
         """
         raise TypeError(f"a {type(self).__name__} has no columns: {name!r} cannot be one of them")
 
-    def select(self, indices: Any) -> Store:
+    def select(self, indices: Any) -> Store[RowT_co]:
         """The rows of these numbers, in this order, over the same memory.
 
         Args:
@@ -146,9 +153,11 @@ class Store(SharedObject, ListMethods):
         return Selection(self, rows)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> RowT_co: ...
     @overload
-    def __getitem__(self, index: slice | str | Sequence[int] | Rows | torch.Tensor) -> Store: ...
+    def __getitem__(self, index: str) -> Store: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | Rows | torch.Tensor) -> Store[RowT_co]: ...
     def __getitem__(self, index: Any) -> Any:
         """One row; for a slice, a name, numbers or a mask a view, without a copy."""
         if isinstance(index, slice):
@@ -163,7 +172,7 @@ class Store(SharedObject, ListMethods):
         """The rows of an index batch, as ``torch``'s fetcher asks for them."""
         return list(map(self.row, row_numbers(indices, len(self))))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[RowT_co]:
         return map(self.row, range(len(self)))
 
     def __repr__(self) -> str:

@@ -246,8 +246,14 @@ def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
     """A sentence on the first element of a container that keeps it from being shared."""
     for (key,), element in kinds.elements_of(container):
         if not _is_small(element) and not is_fine(element):
-            return (
-                f"its element [{_shown(key)}] is a {static.name_of(type(element))}, {why}. Leave it out, or "
-                "keep it in a container of its own"
-            )
+            return blame_element([key], element, why)
     return why
+
+
+def blame_element(keys: Iterable[Any], element: Any, why: str) -> str:
+    """A sentence on an element of a container, which is reached through these keys."""
+    steps = "".join(f"[{_shown(key)}]" for key in keys)
+    return (
+        f"its element {steps} is a {static.name_of(type(element))}, {why}. Leave it out, or "
+        "keep it in a container of its own"
+    )

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmloader.errors import LoaderError, ShareTimeout
 from shmloader.failures.exceptions import capture, restore
@@ -33,7 +33,13 @@ from shmloader.store.host_server import FAILED, HEADER, MOST_FDS
 from shmloader.store.job import fingerprint_of, job_of_process
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
+if TYPE_CHECKING:
+    from shmloader.store.base import Store
+
 _log = logging.getLogger(__name__)
+
+_Object = TypeVar("_Object")
+_Rows = Sequence[_Object] | Iterator[_Object]
 
 _PROTOCOL = 2
 _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
@@ -44,6 +50,14 @@ _building = threading.local()  # the names that this thread is building
 _kept: list[_Hold] = []  # of objects without any shared memory whose end could be waited for
 
 
+@overload
+def share_on_host(
+    build: Callable[[], _Rows[_Object]], *, name: str, job: str | None = ..., timeout_s: float = ...
+) -> Store[_Object]: ...
+@overload
+def share_on_host(
+    build: Callable[[], _Object], *, name: str, job: str | None = ..., timeout_s: float = ...
+) -> _Object: ...
 def share_on_host(
     build: Callable[[], Any], *, name: str, job: str | None = None, timeout_s: float = 1800.0
 ) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,15 @@ from shmloader.codec.array_kinds import (
 )
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.columns.values import KIND_OF_SCALAR
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    RowT_co = TypeVar("RowT_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    RowT_co = TypeVar("RowT_co", covariant=True)
 
 _NUMBERS = frozenset(KIND_OF_SCALAR.values())
 
@@ -39,7 +48,7 @@ def _as_lists(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]
     return method
 
 
-class ListMethods(Sequence[Any]):
+class ListMethods(Sequence[RowT_co]):
     """Methods of lists, derived from ``__len__``, ``__getitem__`` and ``take``."""
 
     @abstractmethod

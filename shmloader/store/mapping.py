@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,17 @@ from shmloader.store.list_methods import equal
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.tables import form_of_mapping
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    _Key = TypeVar("_Key", default=Any)
+    _Value_co = TypeVar("_Value_co", covariant=True, default=Any)
+    _Member_co = TypeVar("_Member_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    _Key, _Value_co, _Member_co = map(TypeVar, ("_Key", "_Value_co", "_Member_co"))
 
 _MOST_BUCKET_BITS = 12  # 0.15 MB in each process that looks keys up
 
@@ -174,7 +185,7 @@ class KeyedStore(SharedObject):
         return type(self), (self.rows, self._index)
 
 
-class MappingStore(KeyedStore, Mapping[Any, Any]):
+class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
     """A read-only mapping in shared memory, in the order of the dict that it was made from.
 
     Keys of types that are not known here, such as custom classes, are found through a dict, which each
@@ -191,18 +202,18 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
 
     KIND = "mapping"
 
-    def __init__(self, rows: Any, index: KeyIndex, factory: Callable[[], Any] | None = None) -> None:
+    def __init__(self, rows: Any, index: KeyIndex, factory: Callable[[], _Value_co] | None = None) -> None:
         """Read a mapping; the ``factory`` makes the values of keys that it lacks."""
         super().__init__(rows, index)
         self.stored_values: Any = rows.column("value") if len(rows) else rows
-        self.value_at: Callable[[int], Any] = self.stored_values.__getitem__
+        self.value_at: Callable[[int], _Value_co] = self.stored_values.__getitem__
         self.default_factory = factory
 
-    def plain(self) -> dict[Any, Any]:
+    def plain(self) -> dict[_Key, _Value_co]:
         """A dict of the items, in this process's memory, without views at any depth."""
         return dict(zip(self, self.stored_values.plain(), strict=True))
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: _Key) -> _Value_co:
         row = self.row_of(key)
         if row >= 0:
             return self.value_at(row)
@@ -215,15 +226,15 @@ class MappingStore(KeyedStore, Mapping[Any, Any]):
         row = self.row_of(key)
         return default if row < 0 else self.value_at(row)
 
-    def items(self) -> ItemsView[Any, Any]:
+    def items(self) -> ItemsView[_Key, _Value_co]:
         """The items, in order."""
         return _Items(self)
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> ValuesView[_Value_co]:
         """The values, in order."""
         return _Values(self)
 
-    def copy(self) -> dict[Any, Any]:
+    def copy(self) -> dict[_Key, _Value_co]:
         """A dict of the items, in this process's memory."""
         return dict(self.items())
 
@@ -280,7 +291,7 @@ def _as_set(name: str) -> Callable[..., Any]:
     return method
 
 
-class SetStore(KeyedStore, AbstractSet[Any]):
+class SetStore(KeyedStore, AbstractSet[_Member_co]):
     """A read-only set in shared memory."""
 
     KIND = "set"

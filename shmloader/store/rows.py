@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.errors import LoaderError
+from shmloader.messages import shorten
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
@@ -40,6 +41,7 @@ class RowViews(NamedTuple):
         return lambda begin, end: DictView(made(), _part(begin, end, len(pairs)))
 
 
+_MOST_NAMED = 1000  # characters of fields in a message
 _HEAVIEST_INNER_DICT = 1 << 10
 """Of dicts that a view of a dict holds: so a trie is walked without building what is below a node."""
 
@@ -154,11 +156,20 @@ class RowStore(Store):
                 raise KeyError(name)
             store._column.arrays()
         except KeyError:
-            raise KeyError(
-                f"{name!r}: not all rows have such a field. They are of kind {self.describe().kind!r}; "
-                "store.describe() names the fields, and says which rows are pickled, and why: those have none"
-            ) from None
+            raise KeyError(f"{name!r}: not all rows have such a field. {self._fields()}") from None
         return store
+
+    def _fields(self) -> str:
+        """A sentence on the fields that there are."""
+        what = self.describe()
+        names = [one.name for one in what.fields if one.name]
+        if not names:
+            return f"They are of kind {what.kind!r} and have no fields: store[number] is a row"
+        listed = shorten(", ".join(map(repr, names)), _MOST_NAMED)
+        return (
+            f"The fields: {listed}. Rows that are pickled, or that lack one, keep it from being a column: "
+            "store.describe() says which are, and why"
+        )
 
     def plain(self) -> RowStore:
         """The same rows, without views inside of them."""

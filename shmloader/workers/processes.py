@@ -360,7 +360,8 @@ class ProcessWorkers(BaseWorkers):
         return WorkerDied(
             f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {how}."
             + hint
-            + describe_held(indices),
+            + describe_held(indices)
+            + " (causes and cures: docs/messages.md)",
             worker_id=worker_id,
             pid=pid,
             exit_code=code,

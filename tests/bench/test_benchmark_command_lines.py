@@ -142,7 +142,7 @@ def test_without_a_checkout_the_command_says_where_to_get_one(tmp_path: Path) ->
         check=False,
     )
     assert done.returncode == 2
-    assert str(tmp_path / "benchmarks" / "comparison.py") in done.stderr
+    assert f"{tmp_path / 'shmloader'} is an installed package" in done.stderr
     assert "clone the repository" in done.stderr
 
 

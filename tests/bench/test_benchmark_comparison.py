@@ -367,9 +367,31 @@ def test_each_turn_begins_with_the_next_contestant(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(contest, "run_undisturbed", note)
     arguments = comparison.parse(["--repeats", "4", "--seconds", "1"])
-    runs = contest.measure_in_turns(
-        contest.Run(arguments, {}), WORKLOADS["tiny"], ["shmloader", "spdl"], tqdm(disable=True)
-    )
+    runs: dict[str, list[Measurement]] = {"shmloader": [], "spdl": [], "limit": []}
+    contest.measure_in_turns(contest.Run(arguments, {}), WORKLOADS["tiny"], runs, tqdm(disable=True))
     assert [len(measurements) for measurements in runs.values()] == [4, 4, 4]
     assert order[::3] == ["shmloader", "spdl", "limit", "shmloader"]
     assert order[3:6] == ["spdl", "limit", "shmloader"]
+
+
+def test_interrupted_it_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = measure(tiny("tiny", "limit"))
+    turns = iter(["limit of copying", "shmloader", "torch", "limit", "torch again"])
+
+    def note(spec: Spec, max_foreign: float | None) -> Measurement:
+        if next(turns) == "torch again":
+            raise KeyboardInterrupt
+        return replace(measured, contestant=spec.contestant)
+
+    monkeypatch.setattr(contest, "run_undisturbed", note)
+    monkeypatch.setattr(contest, "measure_memcpy", lambda run: next(turns))
+    names = ["--workload=tiny", "--loader=shmloader", "--loader=torch-file_descriptor", "--repeats=2"]
+    with pytest.raises(KeyboardInterrupt):
+        comparison.main([*names, "--json", str(tmp_path / "figures.json")])
+    kept = json.loads((tmp_path / "figures.json").read_text())["workloads"]["tiny"]
+    assert kept["contestants"].keys() == {"shmloader", "torch-file_descriptor", "limit"}
+    out, err = capsys.readouterr()
+    assert "6 measurements, each in a fresh process: 1 workload(s), 2 loader(s)" in err
+    assert "| tiny" in out

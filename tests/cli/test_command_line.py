@@ -38,6 +38,24 @@ def test_every_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixt
     assert f"usage: python -m shmloader {name}" in capsys.readouterr().out
 
 
+def test_an_installed_package_says_where_the_benchmarks_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").mkdir()  # another project's package
+    (tmp_path / "benchmarks" / "comparison.py").touch()
+    monkeypatch.setattr(shmloader, "__file__", str(tmp_path / "shmloader" / "__init__.py"))
+    assert main([]) == 0
+    assert f"{COMMANDS['bench']} (not in an installed package: in a checkout)" in capsys.readouterr().out
+    assert main(["bench"]) == 2
+    assert "is an installed package" in capsys.readouterr().err
+
+
+def test_the_script_is_the_command_line() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    script = metadata.EntryPoint("shmloader", project["project"]["scripts"]["shmloader"], "console_scripts")
+    assert script.load() is main
+
+
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["docter"])

@@ -18,9 +18,9 @@ from small_places import entering, memory_cgroup, run_in, with_shm
 
 import shmloader
 from shmloader.cli import main
-from shmloader.cli.doctor import Report, as_text, checks, examine
+from shmloader.cli.doctor import NOT_WRITTEN, Report, as_text, checks, examine
 from shmloader.cli.doctor.advice import Advice, Room, advise
-from shmloader.cli.doctor.checks import Check, Finding, Host
+from shmloader.cli.doctor.checks import CHECKS, Check, Finding, Host
 from shmloader.cli.doctor.trial import Trial, try_cuda, try_loading
 from shmloader.memory.limits import Cores, Headroom
 
@@ -153,6 +153,44 @@ def test_interrupted_it_leaves_nothing_behind(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_report_that_cannot_be_written_does_not_say_that_loading_fails(works: bool, tmp_path: Path) -> None:
+    if not works:
+        _hang(tmp_path, "doctor.probe")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*DOCTOR, "--timeout", "60" if works else "1"],
+            env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == NOT_WRITTEN
+    assert "error: the report could not be written to standard output: No space left on device" in done.stderr
+    assert done.stderr.endswith(f"Loading {'works' if works else 'does not work'} here.\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_gone_changes_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(DOCTOR, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.replace("loading with", "").split()) == (
+        0,
+        ["fork", "...", "spawn", "..."],
+    )
+
+
+@pytest.mark.parametrize("width", [40, 59, 80])
+def test_no_line_is_wider_than_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    finding = Finding(
+        "warning", "8 cores of 16, by the affinity of this process", "start with 8 workers or fewer"
+    )
+    text = as_text(Report([(CHECKS[0], finding)], _advice()))
+    assert max(map(len, text.splitlines()[1:])) <= width
+    assert CHECKS[0].title in text
 
 
 # --- single checks

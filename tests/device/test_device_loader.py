@@ -578,7 +578,7 @@ def test_where_torchs_own_iterator_loads(driver: ScriptedDriver, monkeypatch: py
 
 
 def test_devices_that_are_none() -> None:
-    with pytest.raises(RuntimeError, match="device"):
+    with pytest.raises(ValueError, match="device='nothing' is not a device"):
         DataLoader(Samples(), device="nothing")
     if not torch.accelerator.is_available():
         for workers in (0, 1):

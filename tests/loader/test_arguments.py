@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from loading import Numbered
 
 from shmloader import DataLoader
@@ -72,9 +73,58 @@ def test_no_word_but_auto_is_a_number(name: str, word: str) -> None:
         DataLoader(Numbered(4), **given)
 
 
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"num_workers": 2.0}, TypeError, "num_workers must be a whole number or 'auto', not 2.0: pass an int"),
+    (
+        {"prefetch_factor": 2.5},
+        TypeError,
+        "prefetch_factor must be a whole number, 'auto' or None, not 2.5: ",
+    ),
+    (
+        {"prefetch_factor": 0.5},
+        TypeError,
+        "prefetch_factor must be a whole number, 'auto' or None, not 0.5: ",
+    ),
+    (
+        {"prefetch_factor": 0},
+        ValueError,
+        "prefetch_factor must be at least 1 with num_workers=1, not 0: pass 2",
+    ),
+    ({"timeout": "5"}, TypeError, "timeout must be a number of seconds, not '5': pass one, such as 60"),
+    ({"timeout": None}, TypeError, "timeout must be a number of seconds, not None: pass one, such as 60"),
+    (
+        {"batch_size": "32"},
+        ValueError,
+        "batch_size should be a positive integer value, but got batch_size='32': ",
+    ),
+    (
+        {"generator": 5},
+        TypeError,
+        "generator must be a torch.Generator or None, not 5: pass torch.Generator()",
+    ),
+    ({"device": "gpu"}, ValueError, "device='gpu' is not a device. Pass 'cuda', 'cuda:1', 'cpu' or None"),
+    ({"worker_restarts": True}, TypeError, "worker_restarts must be a whole number, not True: pass an int"),
+    (
+        {"memory_budget_nbytes": True},
+        TypeError,
+        "memory_budget_nbytes must be a whole number of bytes or None, ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), WRONG, ids=lambda value: repr(value)[:40])
+def test_a_wrong_argument_is_told_by_its_name_its_value_and_the_cure(
+    given: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        DataLoader(Numbered(4), **({"num_workers": 1} | given))
+    assert str(caught.value).startswith(text)
+
+
 @pytest.mark.parametrize("num_workers", [1, "auto"])
-def test_no_batches_in_advance_are_refused_at_iteration_as_by_torch(num_workers: Any) -> None:
-    loader = DataLoader(Numbered(4), num_workers=num_workers, prefetch_factor=0)
+def test_no_batches_in_advance_that_are_set_later_are_refused_as_by_torch(num_workers: Any) -> None:
+    loader = DataLoader(Numbered(4), num_workers=num_workers)
+    loader.prefetch_factor = 0
     with pytest.raises(AssertionError, match=r"^prefetch_factor must be greater than 0 for Multi"):
         iter(loader)
     loader.prefetch_factor = 2  # after which it loads
@@ -82,15 +132,33 @@ def test_no_batches_in_advance_are_refused_at_iteration_as_by_torch(num_workers:
     loader.close()
 
 
-@pytest.mark.parametrize("num_workers", [1, "auto"])
-@pytest.mark.parametrize("prefetch_factor", [0.5, 1.5])
-def test_a_fraction_of_a_batch_in_advance_is_refused_as_by_torch(
-    num_workers: Any, prefetch_factor: Any
-) -> None:
+@pytest.mark.parametrize("name", ["num_workers", "prefetch_factor"])
+def test_a_fraction_that_is_set_later_is_refused_by_name(name: str) -> None:
     """If it were rounded down to 0, an epoch would be empty."""
-    # torch's is not run: its half-made iterator prints an error when it dies.
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
-        iter(DataLoader(Numbered(4), num_workers=num_workers, prefetch_factor=prefetch_factor))
+    loader = DataLoader(Numbered(4), num_workers=1)
+    setattr(loader, name, 1.5)
+    with pytest.raises(TypeError, match=f"^{name} must be a whole number.*, not 1.5: pass an int, such as 2"):
+        iter(loader)
+
+
+def test_numbers_that_torch_takes_are_taken() -> None:
+    given: Any = {"num_workers": np.int64(1), "prefetch_factor": np.int8(2), "timeout": np.float32(60)}
+    with DataLoader(Numbered(4), generator=torch.Generator(), **given) as loader:
+        assert len(list(loader)) == 4
+
+
+def test_a_loader_and_its_iterators_tell_what_they_are() -> None:
+    with DataLoader(Numbered(8), batch_size=4, num_workers=2, on_error="skip") as loader:
+        assert repr(loader) == "<DataLoader of Numbered: batch_size=4, num_workers=2, on_error='skip'>"
+        iterator = iter(loader)
+        next(iterator)
+        assert repr(iterator) == "<SlotIterator: 1 batches of this epoch returned, 2 workers>"
+    assert repr(iterator) == "<SlotIterator: 1 batches of this epoch returned, closed>"
+    in_process = iter(DataLoader(Numbered(8), batch_size=4))
+    assert repr(in_process) == "<InProcessIterator: 0 batches of this epoch returned, no workers>"
+    for kind in (DataLoader, type(iterator), type(in_process)):
+        unmade = kind.__new__(kind)  # a debugger shows it while its constructor runs
+        assert kind.__name__ in repr(unmade)
 
 
 def test_the_type_and_the_fetchers_know_the_same_words() -> None:
@@ -122,21 +190,87 @@ follow_imports = skip
 """
 
 
-def test_mypy_finds_wrong_words_in_a_program(tmp_path: Path) -> None:
+TYPED = """
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+import shmloader
+from shmloader import DataLoader, LoaderStatistics
+from shmloader.store import MappingStore, SetStore, Store
+
+Row = dict[str, int]
+
+class Rows(Dataset[tuple[torch.Tensor, int]]):
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = shmloader.share(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        row = assert_type(self.rows[index], Row)
+        return torch.tensor(row["a"]), index
+
+def rows() -> list[Row]:
+    return [{"a": 1}]
+
+def stream() -> Iterator[str]:
+    yield "a"
+
+dataset = assert_type(shmloader.share(Rows(rows())), Rows)
+store = assert_type(shmloader.share(rows()), Store[Row])
+store.save("rows.arrow")
+assert_type(store[:5], Store[Row])
+assert_type(store["a"], Store[Any])
+assert_type([row for row in store], list[Row])
+assert_type(shmloader.share(stream()), Store[str])
+assert_type(shmloader.share({"a": 1}), MappingStore[str, int])
+assert_type(shmloader.share({"a": 1})["a"], int)
+assert_type(shmloader.share({1, 2}), SetStore[int])
+assert_type(shmloader.share(np.ones(3, np.int64)), np.ndarray[tuple[int], np.dtype[np.int64]])
+assert_type(shmloader.share(torch.ones(3)), torch.Tensor)
+assert_type(shmloader.share_on_host(rows, name="rows"), Store[Row])
+assert_type(shmloader.share_on_host(lambda: Rows(rows()), name="dataset"), Rows)
+assert_type(shmloader.open("rows.arrow", columns=["a"]), Store[Any])
+with DataLoader(dataset, batch_size=4, num_workers=2, on_error="skip", shuffle=True) as loader:
+    assert_type(loader, DataLoader[tuple[torch.Tensor, int]])
+    loader.set_epoch(3)
+    images, labels = next(iter(loader))
+    for images, labels in loader:
+        print(images.sum(), labels)
+    assert_type(loader.statistics(), LoaderStatistics)
+    assert_type(loader.state_dict(), dict[str, Any])
+    iter(loader).no_such_method()
+"""
+
+
+def checked(program: str, settings: str, folder: Path) -> tuple[list[str], str]:
+    """The errors that mypy finds in a program, and all that it says."""
     pytest.importorskip("mypy")
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "settings.ini").write_text(SETTINGS)
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=settings.ini", "--cache-dir=cache", "program.py"],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    (folder / "program.py").write_text(program)
+    (folder / "settings.ini").write_text(settings)
+    command = [sys.executable, "-m", "mypy", "--config-file=settings.ini", "--cache-dir=cache", "program.py"]
+    environment = {**os.environ, "MYPYPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return [line for line in done.stdout.splitlines() if ": error:" in line], done.stdout + done.stderr
+
+
+def test_mypy_knows_the_types_of_results(tmp_path: Path) -> None:
+    settings = "[mypy]\nstrict = true\n[mypy-shmloader.*]\nfollow_imports = silent\n"
+    found, said = checked(TYPED, settings, tmp_path)
+    last = len(TYPED.splitlines())  # where it has to find a wrong name
+    assert [line.split(":")[1] for line in found] == [str(last)], said
+    assert "no_such_method" in found[0]
+
+
+def test_mypy_finds_wrong_words_in_a_program(tmp_path: Path) -> None:
+    found, said = checked(PROGRAM, SETTINGS, tmp_path)
     lines = PROGRAM.splitlines()
     wrong = [number for number, line in enumerate(lines, 1) if "skipp" in line or "dynamc" in line]
     wrong += [number for number, line in enumerate(lines, 1) if "threads" in line or "Auto" in line]
-    found = [line for line in result.stdout.splitlines() if ": error:" in line]
-    assert [int(line.split(":")[1]) for line in found] == sorted(wrong), result.stdout + result.stderr
+    assert [int(line.split(":")[1]) for line in found] == sorted(wrong), said
     assert all("Literal[" in line for line in found)

@@ -168,8 +168,9 @@ def test_attributes_that_are_fixed_refuse_assignment_in_torchs_words(name: str) 
 
 
 def test_arguments_that_torch_refuses_at_iteration_are_refused_there() -> None:
-    """Constructing passes; iter() raises torch's AssertionErrors."""
-    loader = DataLoader(Rows(4), num_workers=1, prefetch_factor=0)
+    """Constructing, or setting the attribute, passes; iter() raises torch's AssertionErrors."""
+    loader = DataLoader(Rows(4), num_workers=1)
+    loader.prefetch_factor = 0
     # torch's is not run: its half-made iterator prints an error when it dies
     with pytest.raises(AssertionError, match=r"^prefetch_factor must be greater than 0 for Multi"):
         iter(loader)

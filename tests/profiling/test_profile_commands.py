@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm_python import warm_python
 
 from shmloader.cli import main
+from shmloader.cli.profile import render_all
+from shmloader.cli.programs import terminal_width
+from shmloader.profiling.report import MAIN, WORKERS, Spread
+
+FIGURES: dict[str, Any] = {
+    "title": "/home/somebody/project/train.py, epoch 3: DataLoader over SomeLongNameOfADataset",
+    "verdict": {"text": "The program waits for its workers: 61% of the time; give it num_workers=8, say."},
+    "batches": 10_000,
+    "total_s": 100.0,
+    "num_workers": 2,
+    "bound_batches_per_s": 212.5,
+    "main": {name: Spread(0.25, 0.1, 0.2, 0.3, 0.4)._asdict() for name in MAIN},
+    "workers": {name: Spread(0.25, 0.1, 0.2, 0.3, 0.4)._asdict() for name in WORKERS},
+    "by_worker": {"0": (5_000, 0.1)},
+    "slowest": {"dataset['a key that is rather long']": 0.4},
+}
+
+
+@pytest.mark.parametrize(("width", "columns"), [(40, 1), (50, 2), (69, 4), (200, 4)])
+def test_no_line_is_wider_than_the_terminal(width: int, columns: int) -> None:
+    lines = render_all([FIGURES], width).splitlines()
+    assert max(map(len, lines)) <= width
+    head = next(line for line in lines if line.startswith("main process"))
+    assert head.split()[2:] == ["share", "p50", "p95", "p99", "most"][: 1 + columns]
+    assert "".join("".join(lines).split()) != ""
+    words = " ".join(" ".join(lines).split())
+    assert FIGURES["verdict"]["text"] in words
+    assert sum("100 ms" in line for line in lines) == len(MAIN) + len(WORKERS) + 1  # with worker 0
+
+
+def test_without_a_terminal_lines_are_whole() -> None:
+    assert FIGURES["verdict"]["text"] in render_all([FIGURES], None).splitlines()
+
+
+def test_the_width_is_that_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    terminal, ours = os.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 57, 0, 0))
+        assert terminal_width(ours) == 57
+    finally:
+        os.close(terminal)
+        os.close(ours)
+    read, write = os.pipe()
+    assert terminal_width(write) is None
+    os.close(read)
+    os.close(write)
+    monkeypatch.setenv("COLUMNS", "7")
+    assert terminal_width(2) == 40
+
 
 PROGRAM = """
 import sys, time

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.utils.data
@@ -45,6 +46,24 @@ def test_every_public_name_is_listed() -> None:
     found = {name.partition("(")[0] for row in tables for name in row[0]}
     assert found == set(shmloader.__all__)
     assert all(hasattr(shmloader, name) for name in found)
+
+
+def test_the_package_shows_public_names_only() -> None:
+    shown = set(dir(shmloader)) - set(shmloader.__all__)
+    assert shown <= {"open", "frameworks", "monitor", "store", "tar"}
+    assert {"open", "store"} <= shown
+    assert all(hasattr(shmloader, name) and f"shmloader.{name}" in PAGE for name in shown)
+
+
+@pytest.mark.parametrize("data", [[{"a": 1}], [1], {"a": 1}, {1}], ids=["records", "numbers", "dict", "set"])
+def test_stores_show_documented_attributes_only(data: Any) -> None:
+    store = shmloader.share(data)
+    page = (DOCS / "stores.md").read_text(encoding="utf-8")
+    plain = {*dir(list), *dir(dict), *dir(frozenset)}  # whose methods a store has, which is documented too
+    names = {name for name in dir(store) if not name.startswith("_")} - plain
+    assert {"describe", "save", "nbytes", "to_arrow"} <= names
+    assert not [name for name in names if not re.search(rf"`?\b(store\.)?{name}\b", page)]
+    assert all(hasattr(store, name) for name in names)
 
 
 @pytest.mark.parametrize("kind", [shmloader.LoaderStatistics, shmloader.AutotuneReport, shmloader.BadSample])

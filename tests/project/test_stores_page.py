@@ -14,7 +14,7 @@ import torch
 import shmloader
 
 PAGE = Path(__file__).parents[2] / "docs" / "stores.md"
-NAME = "windows_of_docs"
+NAME, OF_CLASS = "windows_of_docs", "windows"
 
 
 @pytest.fixture
@@ -23,12 +23,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     section = PAGE.read_text(encoding="utf-8").split("## A kind of one's own")[1].split("\n## ")[0]
     code = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(code) == 2
-    (tmp_path / f"{NAME}.py").write_text("\n\n".join(code), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, NAME, raising=False)
-    module = __import__(NAME)
-    monkeypatch.setitem(sys.modules, NAME, module)
-    return module
+    for name, text in zip((OF_CLASS, NAME), code, strict=True):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, __import__(name))
+    return sys.modules[NAME]
 
 
 def test_the_pages_own_store_passes_the_checks(module: ModuleType) -> None:

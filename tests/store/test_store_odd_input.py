@@ -69,6 +69,22 @@ def test_a_list_whose_elements_raise_anything_when_pickled_stays() -> None:
     assert shared.others is holder.others
 
 
+def test_the_row_and_the_field_that_cannot_be_kept_are_named() -> None:
+    rows: list[Any] = [{"a": n, "inner": {"b": [0, 1]}} for n in range(100)]
+    rows[7]["inner"]["b"][1] = lambda: 1
+    with pytest.raises(AttributeError, match="pickle") as caught:
+        share(rows)
+    assert "its element [7]['inner']['b'][1] is a function, which cannot" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("missing", ["c", "0"])
+def test_a_missing_field_is_told_which_there_are(missing: str) -> None:
+    with pytest.raises(KeyError, match=f"'{missing}': not all rows have such a field. The fields: 'a', 'b'"):
+        share([{"a": 1, "b": 2}])[missing]
+    with pytest.raises(KeyError, match=r"of kind 'int8' and have no fields: store\[number\] is a row"):
+        share([1, 2])[missing]
+
+
 @pytest.mark.parametrize("number", [0, 63_217, 69_999])
 def test_the_one_element_that_cannot_be_kept_is_named_without_a_try_of_each(
     monkeypatch: pytest.MonkeyPatch, number: int
@@ -85,7 +101,7 @@ def test_the_one_element_that_cannot_be_kept_is_named_without_a_try_of_each(
     rows[number] = (1, threading.Lock())
     with pytest.raises(TypeError, match="pickle") as caught:
         share(rows)
-    assert f"its element [{number}] is a tuple, which cannot be kept" in str(caught.value.__notes__)
+    assert f"its element [{number}][1] is a lock, which cannot be kept" in str(caught.value.__notes__)
     assert len(tried) < 100
     assert sum(tried) < 8 * len(rows)  # with the items of the rows
 

@@ -25,19 +25,24 @@ from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice
 from shmloader.cli.doctor.checks import CHECKS, Check, Finding, Host, check_loading
 from shmloader.cli.doctor.trial import try_cuda, try_loading
 from shmloader.cli.options import parse_nbytes, whole_number
+from shmloader.cli.programs import print_out, say
 from shmloader.memory.limits import cores, memory_headroom, open_files
 
 DESCRIPTION = """\
 Look at everything on this host that loading depends on, load a few batches for real with the
 platform's start method and with spawn, and say for each thing whether it is ok or what to change.
 
-The exit status is 0 if loading works, 1 if it does not, and 130 after Ctrl-C. docs/doctor.md explains
+The exit status is 0 if loading works, 1 if it does not, 3 if the report could not be written, and 130
+after Ctrl-C. docs/doctor.md explains
 the checks and lists the keys of --json.
 """
+NOT_WRITTEN = 3
+"""Exit status if standard output could not be written to, whether loading works or not."""
 USUAL_BATCH_NBYTES = 1 << 20
 """Bytes of the batches that are loaded if no size is given, or the given size does not fit."""
 
 _MARGIN = 9 + 20  # columns of status and title
+_LEAST_BESIDE = 60  # columns, for a text beside its title
 _MOST = 1_000_000  # workers, and seconds
 
 
@@ -63,7 +68,9 @@ def main(words: Sequence[str]) -> int:
     """Examine the host and print the report; 0 if loading works, 1 if it does not."""
     arguments = parse(words)
     report = examine(arguments.batch_bytes, arguments.workers, arguments.timeout)
-    print(as_json(report) if arguments.json else as_text(report))
+    if not print_out(as_json(report) if arguments.json else as_text(report), "the report"):
+        say(f"Loading {'works' if report.loading_works else 'does not work'} here.")
+        return NOT_WRITTEN
     return 0 if report.loading_works else 1
 
 
@@ -135,7 +142,7 @@ def as_json(report: Report) -> str:
 
 def as_text(report: Report) -> str:
     """The report for people: a row per check, then the advice and a verdict."""
-    width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
+    width = max(40, min(120, shutil.get_terminal_size((100, 24)).columns))
     lines = [f"shmloader {shmloader.__version__} on {platform.platform(terse=True)}", ""]
     for check, finding in report.findings:
         lines += _paragraph(f"{finding.status:<9}{check.title:<20}", finding.found, width)
@@ -154,6 +161,8 @@ def as_text(report: Report) -> str:
 
 
 def _paragraph(head: str, text: str, width: int) -> list[str]:
+    if len(head) == _MARGIN and width < _LEAST_BESIDE:  # the text goes below its title
+        return [*filter(None, [head.rstrip()]), *_paragraph("    ", text, width)]
     return textwrap.wrap(
         text,
         width,

@@ -1,0 +1,67 @@
+"""Every Python block of the README and the pages runs as it is pasted, in an empty folder.
+
+A block that imports a library which is not installed is skipped, with its name. Those for torchrun get its
+environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from blocks_of_pages import Block, blocks
+from warm_python import warm_python
+
+BLOCKS = blocks()
+
+
+def missing(block: Block) -> list[str]:
+    """The modules that a block imports and that are neither installed nor beside it."""
+    names = set()
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").partition(".")[0])
+    if "torch.utils.tensorboard" in block.code:
+        names.add("tensorboard")
+    beside = {name.removesuffix(".py") for name in block.files}
+    return sorted(name for name in names - beside if importlib.util.find_spec(name) is None)
+
+
+def of_torchrun() -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(
+        ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"
+    )
+    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_all_pages_have_blocks() -> None:
+    pages = {block.page for block in BLOCKS}
+    assert {"README.md", "docs/stores.md", "docs/resume.md", "docs/integrations/README.md"} <= pages
+    assert len(BLOCKS) >= 45
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}:{block.line}")
+def test_a_block_runs_as_it_is_pasted(block: Block, tmp_path: Path) -> None:
+    if without := missing(block):
+        pytest.skip(f"{', '.join(without)} is not installed")
+    for name, code in block.files.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    (tmp_path / "program.py").write_text(block.code, encoding="utf-8")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    if "init_process_group" in block.code:
+        environment |= of_torchrun()
+    done = subprocess.run(
+        [*warm_python(), "-W", "error", "program.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block.page}, line {block.line}:\n{done.stderr[-3000:]}"
