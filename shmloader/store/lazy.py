@@ -44,14 +44,13 @@ def open_lazily(
     if not paths or "" in paths:
         raise FileNotFoundError(f"path={path!r} names no file")
     given = None if filesystem is None else FileSystem(filesystem)
-    found: list[str] = []
-    for one in map(os.fspath, paths):
-        used, files = located(one, given)
-        given = given or used
-        if not used.opened.equals(given.opened):
+    places = [located(one, given) for one in map(os.fspath, paths)]
+    used, _ = places[0]
+    for one, (other, _) in zip(paths, places, strict=True):
+        if not other.opened.equals(used.opened):
             raise ValueError(f"{one} lies in another file system than {paths[0]}: open them apart")
-        found += files
-    groups = RowGroups(found, given or FileSystem(), columns, allow_pickle)
+    found = [file for _, files in places for file in files]
+    groups = RowGroups(found, used, columns, allow_pickle)
     if groups.form["rows"] not in ("table", "column"):
         raise ValueError(
             f"{found[0]} holds a {groups.form['rows']}, whose keys are looked up in memory: open it without "
@@ -148,12 +147,12 @@ class LazyStore(Store):
     def take(self, indices: Any, out: Any = None) -> Any:
         """Some rows, gathered by columns where all their row groups fit in the cache."""
         rows = row_array(indices, len(self))
+        if not len(self):
+            return [] if out is None else out
         group_of = self._group_of(rows)
-        groups = np.unique(group_of).tolist()
+        groups = np.unique(group_of).tolist() or self._group_of(np.zeros(1, np.int64)).tolist()
         window = self._window
         if window is None or not window.known.issuperset(groups):
-            if not groups:
-                return [] if out is None else out
             if len(self._portions(groups)) > 1:
                 return join(self.__getitems__(rows), out)
             window = self._together(groups)
