@@ -182,7 +182,10 @@ class RowGroups:
             if len(self._footers) < _MOST_FOOTERS:
                 self._footers[file] = footer
             groups = map(footer.row_group, range(footer.num_row_groups))
-            return parquet.schema_arrow, [(group.num_rows, group.total_byte_size) for group in groups]
+            found = [(group.num_rows, group.total_byte_size) for group in groups]
+            if found and min(min(one) for one in found) < 0:
+                raise ValueError("its footer has row groups with less than no rows, or bytes")
+            return parquet.schema_arrow, found
 
     @contextlib.contextmanager
     def _open(self, file: int) -> Iterator[Any]:
