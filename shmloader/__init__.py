@@ -25,6 +25,7 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.frameworks import install, uninstall
+from shmloader.indices.block_sampler import BlockSampler
 from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
@@ -54,6 +55,7 @@ __all__ = [
     "AutotuneReport",
     "BadSample",
     "BadSampleWarning",
+    "BlockSampler",
     "DataLoader",
     "LoaderClosed",
     "LoaderError",

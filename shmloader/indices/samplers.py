@@ -16,13 +16,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shmloader.indices.block_sampler import BlockSampler
 from shmloader.indices.compact_states import generator_at
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.settings import Settings
 
-_WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler)
+_WITHOUT_DRAWS = (SequentialSampler, DistributedSampler, ShardedSampler, BlockSampler)
 _TORCHS = (*_WITHOUT_DRAWS, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _MOST_NESTED = 8
 

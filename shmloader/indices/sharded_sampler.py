@@ -59,11 +59,14 @@ class ShardedSampler(DistributedSampler[int]):
 
     Attributes:
         uneven: The rule that holds.
+        run_length: Samples that follow each other in the order and go to the same rank: 1.
 
     Raises:
         ValueError: For any other ``uneven``, or one that contradicts ``drop_last``; with ``"error"``, for a
             dataset that cannot be divided equally; and for arguments that torch's sampler refuses.
     """
+
+    run_length = 1
 
     def __init__(
         self,
@@ -116,16 +119,28 @@ class ShardedSampler(DistributedSampler[int]):
         """
         self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
 
+    def epoch_order(self) -> IntArray:
+        """The global order of the present epoch, of all ranks; the loader asks once, as the epoch begins."""
+        length = len(self.dataset)  # type: ignore[arg-type]
+        if not self.shuffle:
+            return np.arange(length, dtype=np.int64)
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return torch.randperm(length, generator=generator, device="cpu").numpy()
+
     def _indices_after(self, consumed: int) -> IntArray:
-        length, ranks = len(self.dataset), self.num_replicas  # type: ignore[arg-type]
-        if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-            order = torch.randperm(length, generator=generator, device="cpu").numpy()
-        else:
-            order = np.arange(length, dtype=np.int64)
+        order, ranks = self.epoch_order(), self.num_replicas
         rest = order[consumed:]
         check_even(len(rest), ranks, self.uneven, "samples")
+        if self.run_length > 1:  # whole runs go round the ranks, and single samples of what is left
+            whole = len(rest) - len(rest) % (ranks * self.run_length)
+            runs, rest = rest[:whole].reshape(-1, ranks, self.run_length), rest[whole:]
+            return np.concatenate([runs[:, self.rank].ravel(), self._share(rest, order)])
+        return self._share(rest, order)
+
+    def _share(self, rest: IntArray, order: IntArray) -> IntArray:
+        """This rank's samples of the rest of an order."""
+        ranks = self.num_replicas
         if self.uneven == "drop":
             rest = rest[: len(rest) // ranks * ranks]
         elif len(rest) % ranks and self.uneven != "exact":

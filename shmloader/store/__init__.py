@@ -59,7 +59,7 @@ def _is_store(value: object) -> bool:
 
 def _takes_rows(dataset: object) -> bool:
     module = type(dataset).__module__  # not a subclass of the program's, which may give other rows
-    return module in (f"{__name__}.base", f"{__name__}.rows") and _is_store(dataset)
+    return module in (f"{__name__}.base", f"{__name__}.rows", f"{__name__}.lazy") and _is_store(dataset)
 
 
 def _share_dataset(dataset: Any) -> Any:
@@ -173,12 +173,23 @@ def unshare(data: Any) -> Any:
 def open_store(
     path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Store:
+    path: FilePath | Sequence[FilePath],
+    *,
+    columns: Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    lazy: bool = False,
+    cache_nbytes: int | None = None,
+    filesystem: Any = None,
+) -> Any:
     """Open files as a store, read-only.
 
     * Arrow IPC (``.arrow``, ``.feather``; file and stream format): mapped. Nothing is read until it is
       needed, and the file may be larger than memory. If its buffers are compressed, they are unpacked into
       shared memory, batch by batch.
     * Parquet: decoded into shared memory, in the same way.
+    * Parquet with ``lazy=True``: nothing is read but the footers. Each process reads a row group when one of
+      its rows is asked for, and keeps those that it has used last. So the files may be larger than memory,
+      and lie on any file system. Let a `BlockSampler` choose the order.
     * What ``store.save(path)`` wrote: the store equals the one that was saved. Classes of namedtuples,
       dataclasses and enums are taken from modules that are loaded. Nothing is imported.
 
@@ -191,6 +202,11 @@ def open_store(
             these, in its order.
         columns: The fields to read; None for all.
         allow_pickle: Whether values may be unpickled, which runs code: only from sources that you trust.
+        lazy: Whether row groups of Parquet files are read when they are needed.
+        cache_nbytes: With ``lazy``: bytes of row groups that each process keeps, unpacked; None: 1 GiB.
+        filesystem: With ``lazy``: the file system of the paths, a ``pyarrow.fs.FileSystem`` or one of
+            fsspec's. None: the local one, or for URLs (``s3://``, ``gs://``, ``https://``) that which Arrow
+            or fsspec has for them.
 
     Returns:
         The store. The rows of a table are dicts. Where a mapping or a set was saved, it is a `MappingStore`
@@ -199,12 +215,20 @@ def open_store(
     Raises:
         FileNotFoundError: If there is no such file.
         TypeError: If ``columns`` is one name instead of a list of names.
-        ValueError: If it is neither Arrow IPC nor Parquet, or damaged; if the files differ in their columns;
-            if it has pickled values that were not allowed, with their names, or values of a class whose
-            module is not loaded.
+        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), or damaged; if the
+            files differ in their columns; if it has pickled values that were not allowed, with their names,
+            or values of a class whose module is not loaded.
         KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
+    if lazy:
+        from shmloader.store import lazy as lazily  # imports pyarrow
+
+        return lazily.open_lazily(path, columns, allow_pickle, cache_nbytes, filesystem)
+    if cache_nbytes is not None or filesystem is not None:
+        raise ValueError("cache_nbytes and filesystem are for files that are read lazily: pass lazy=True too")
     from shmloader.store import files  # imports pyarrow
 
     store: Store = files.open_store(path, columns=columns, allow_pickle=allow_pickle)

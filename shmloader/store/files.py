@@ -11,7 +11,7 @@ import contextlib
 import glob
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +48,13 @@ def open_store(
     path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Any:
     """Open files as a store; see `shmloader.store.open_store`."""
-    if isinstance(columns, str):
-        raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
     paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
     if not paths or "" in paths:  # pathlib takes "" for the current folder
         raise FileNotFoundError(f"path={path!r} names no file")
-    found = [str(Path(one).resolve()) for each in paths for one in _files(os.fspath(each))]
-    form: dict[str, Any] = {}
-    names: list[str] = []
-    for one in found:
-        with _naming(one):
-            schema = _schema_of(one)
-            _check(one, schema, columns, allow_pickle=allow_pickle)
-            new_form = _checked_form(schema)
-        new_names = [name for name in schema.names if name != Keys.NAME]
-        is_alike = new_names == names and all(
-            new_form.get(key) == form.get(key) for key in ("rows", "missing")
-        )
-        if one != found[0] and not is_alike:
-            raise ValueError(
-                f"{one} has other rows than {found[0]}: {new_form['rows']} of {', '.join(new_names)} "
-                f"instead of {form['rows']} of {', '.join(names)}"
-            )
-        names, form = new_names, new_form
-    if columns is not None and form["rows"] != "table":
-        raise ValueError(f"{found[0]} holds no records, so no columns can be chosen from it")
+    found = [str(Path(one).resolve()) for each in paths for one in files_of(os.fspath(each))]
+    form = checked_rows(found, _schema_of, columns, allow_pickle=allow_pickle)
     chunks = _chunks_of(found, columns, allow_pickle)
-    with _naming(found[0]):
+    with naming(found[0]):
         store = RowStore(chunks)
         if form["rows"] == "mapping":
             factory = FACTORIES[form["missing"]] if "missing" in form else None
@@ -82,7 +62,37 @@ def open_store(
         return SetStore(store, index_of(store)) if form["rows"] == "set" else store
 
 
-def _files(path: str) -> list[str]:
+def checked_rows(
+    paths: Sequence[str],
+    schema_of: Callable[[str], Any],
+    columns: Sequence[str] | None,
+    *,
+    allow_pickle: bool,
+) -> dict[str, Any]:
+    """The form of the rows of several files, which must all have the same; see `form_of`."""
+    form: dict[str, Any] = {}
+    names: list[str] = []
+    for one in paths:
+        with naming(one):
+            schema = schema_of(one)
+            _check_columns(one, schema, columns, allow_pickle=allow_pickle)
+            new_form = _checked_form(schema)
+        new_names = [name for name in schema.names if name != Keys.NAME]
+        is_alike = new_names == names and all(
+            new_form.get(key) == form.get(key) for key in ("rows", "missing")
+        )
+        if one != paths[0] and not is_alike:
+            raise ValueError(
+                f"{one} has other rows than {paths[0]}: {new_form['rows']} of {', '.join(new_names)} "
+                f"instead of {form['rows']} of {', '.join(names)}"
+            )
+        names, form = new_names, new_form
+    if columns is not None and form["rows"] != "table":
+        raise ValueError(f"{paths[0]} holds no records, so no columns can be chosen from it")
+    return form
+
+
+def files_of(path: str) -> list[str]:
     """The files that a path or pattern means."""
     if Path(path).is_dir():
         found = sorted(str(one) for one in Path(path).iterdir() if one.suffix in IPC + PARQUET)
@@ -96,7 +106,7 @@ def _files(path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
+def naming(path: str) -> Iterator[None]:
     """Make errors of a damaged file name the file."""
     try:
         yield
@@ -140,7 +150,7 @@ def _checked_form(schema: Any) -> dict[str, Any]:
     return form
 
 
-def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickle: bool) -> None:
+def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickle: bool) -> None:
     fields = [field for field in schema if columns is None or field.name in columns]
     for name in columns or ():
         if schema.names.count(name) != 1:
@@ -166,14 +176,14 @@ def _check(path: str, schema: Any, columns: Sequence[str] | None, *, allow_pickl
 
 def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:
     if all(_magic_of(path) != _PARQUET_MAGIC for path in paths):
-        with _naming(paths[0]), contextlib.suppress(_UnmappableError):
+        with naming(paths[0]), contextlib.suppress(_UnmappableError):
             return chunks_in_files(
                 [(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle, {}
             )
     with MemoryWriter() as writer:
         table = writer.table()
         for path in paths:
-            with _naming(path):
+            with naming(path):
                 for batch in _decoded_batches(path, columns):
                     batch.validate(full=True)
                     table.append_batch(batch)
@@ -293,7 +303,7 @@ def chunks_in_files(
     memories: list[FileBuffer] = []
     sources: list[str] = []
     for path, fingerprint in files:
-        with _naming(path):
+        with naming(path):
             memories.append(memory := FileBuffer(path, fingerprint))
             begin = len(batches)
             for batch in _batches_in(memory):

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch.multiprocessing
+from torch.utils.data import Subset
 
 from shmloader.errors import NotSharedWarning, warn
 from shmloader.memory.limits import memory_headroom
@@ -26,6 +27,7 @@ from shmloader.settings import THREAD
 from shmloader.statistics import Counters
 from shmloader.store import kinds, static
 from shmloader.store.graph import Graph, Node
+from shmloader.store_hooks import hooks
 
 LEAST_NBYTES = 32 << 20
 """Bytes that one worker has to copy, beyond a few batches, before a warning is given."""
@@ -211,6 +213,12 @@ def largest_holder(graph: Graph) -> tuple[int, Node]:
     return nbytes, largest
 
 
+def _reads_lazily(dataset: Any) -> bool:
+    """Whether workers read row groups into memory that this process has used, too: no copies of objects."""
+    inner = dataset.dataset if type(dataset) is Subset else dataset  # not by __dict__: see decision 0033
+    return hooks.is_store(inner) and hasattr(inner, "cache_nbytes")
+
+
 def watch_copies(
     loader: Any, workers: Sequence[Any], counters: Counters, pickled_nbytes: int
 ) -> CopyWatch | None:
@@ -219,7 +227,7 @@ def watch_copies(
     Only forked workers share objects with this process until they read them. Others were sent a pickle: one
     of many objects is warned of at once.
     """
-    if loader.worker_type == THREAD or counters.warned_of_copies:
+    if loader.worker_type == THREAD or counters.warned_of_copies or _reads_lazily(loader.dataset):
         return None
     context = loader.multiprocessing_context or torch.multiprocessing
     if context.get_start_method() == "fork":

@@ -257,4 +257,7 @@ def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
         source, offset = memory.private, buffer.address - memory.address
     nbytes = (len(values) + values.offset) * values.type.bit_width // 8
     # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.
-    return np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
+    flat = np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
+    if kind.torch_dtype is None:
+        flat.flags.writeable = False  # also in memory of Arrow's own, which may be written
+    return flat

@@ -1,0 +1,265 @@
+"""Stores over Parquet files that are not in memory: row groups are read when their rows are asked for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import pyarrow as pa
+
+from shmloader.errors import warn
+from shmloader.store.base import Rows, Store, row_array, row_numbers
+from shmloader.store.chunks import Chunks, rows_of
+from shmloader.store.columns.classes import Classes, ClassFinder
+from shmloader.store.columns.kind import PythonType, types_in
+from shmloader.store.description import StoreDescription, describe_columns
+from shmloader.store.files import FilePath
+from shmloader.store.row_groups import FileSystem, RowGroups, located
+from shmloader.store.rows import RowStore
+from shmloader.store.sealed_buffer import SharedBuffer
+from shmloader.store.take import join
+
+DEFAULT_CACHE_NBYTES = 1 << 30
+_MOST_TOGETHER = 32  # row groups whose rows are gathered with one call
+_MANY_READS = 64
+_WASTE = 8  # rows read for each that was asked for, from which on that is told
+
+
+def open_lazily(
+    path: FilePath | Sequence[FilePath],
+    columns: Sequence[str] | None,
+    allow_pickle: bool,
+    cache_nbytes: int | None,
+    filesystem: Any,
+) -> LazyStore:
+    """Open Parquet files as a lazy store; see `shmloader.store.open_store`."""
+    cache_nbytes = DEFAULT_CACHE_NBYTES if cache_nbytes is None else cache_nbytes
+    if cache_nbytes < 1:
+        raise ValueError(f"cache_nbytes={cache_nbytes:,} must be at least 1")
+    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
+    if not paths or "" in paths:
+        raise FileNotFoundError(f"path={path!r} names no file")
+    given = None if filesystem is None else FileSystem(filesystem)
+    places = [located(one, given) for one in map(os.fspath, paths)]
+    used, _ = places[0]
+    for one, (other, _) in zip(paths, places, strict=True):
+        if not other.opened.equals(used.opened):
+            raise ValueError(f"{one} lies in another file system than {paths[0]}: open them apart")
+    found = [file for _, files in places for file in files]
+    groups = RowGroups(found, used, columns, allow_pickle)
+    if groups.form["rows"] not in ("table", "column"):
+        raise ValueError(
+            f"{found[0]} holds a {groups.form['rows']}, whose keys are looked up in memory: open it without "
+            "lazy=True"
+        )
+    return LazyStore(groups, cache_nbytes, allow_pickle, {})
+
+
+class _Span(SharedBuffer):
+    """The addresses from the first to the last buffer of some batches in this process's own memory.
+
+    What lies between the buffers is not read: offsets were checked when the batches were read.
+    """
+
+    __slots__ = ("batches",)
+
+    def __init__(self, batches: list[Any]) -> None:
+        buffers = [one for batch in batches for column in batch.columns for one in column.buffers() if one]
+        places = [(one.address, one.address + one.size) for one in buffers if one.size] or [(0, 0)]
+        self.batches = batches
+        self.address, end = min(places)[0], max(end for _, end in places)
+        self.nbytes = end - self.address
+
+    @property
+    def mapping(self) -> Any:  # type: ignore[override]
+        """See `SharedBuffer`; made when asked for, since a view keeps this object."""
+        return self.view
+
+
+class _Window(NamedTuple):
+    """Row groups whose rows are gathered with one call."""
+
+    known: frozenset[int]  # numbers of the row groups
+    groups: Rows  # the same, ascending
+    shifts: Rows  # from a row's number in the files to that in the store, for each of the groups
+    store: RowStore
+
+
+class LazyStore(Store):
+    """Rows of Parquet files, of which each process keeps the row groups that it has used last.
+
+    A row group is read as a whole when one of its rows is asked for, and dropped when the cache has no room.
+    So rows that are read one after another should lie in few row groups: `shmloader.BlockSampler` sees to it.
+    Views of rows that the program keeps (arrays) keep their row groups.
+
+    Attributes:
+        blocks: The first row of each row group that has rows, for `BlockSampler`.
+        cache_nbytes: Bytes of row groups that a process keeps. A single one that is larger is kept alone.
+    """
+
+    def __init__(self, groups: RowGroups, cache_nbytes: int, pickles: bool, classes: Classes) -> None:
+        self.blocks = np.unique(np.array(groups.starts[:-1], np.int64))
+        self.blocks = self.blocks[self.blocks < groups.starts[-1]]
+        self.cache_nbytes = cache_nbytes
+        self._groups, self._pickles, self._finder = groups, pickles, ClassFinder(classes)
+        self._starts = np.array(groups.starts, np.int64)
+        self._cache: dict[int, RowStore] = {}
+        self._used: dict[int, int] = {}  # when each row group was used last
+        self._clock = itertools.count()
+        self._window: _Window | None = None
+        self._share = 0.0  # bytes in memory for each byte of a footer's account, at most so far
+        self._reads, self._rows_read, self._rows_given = 0, 0, 0
+        self._has_told = False
+
+    def __len__(self) -> int:
+        return self._groups.starts[-1]
+
+    def __reduce__(self) -> Any:
+        for kind in (kind for one in self._groups.schema for kind in types_in(one.type)):
+            if isinstance(kind, PythonType) and "python" in kind.parameters:
+                self._finder.find(kind)
+        return LazyStore, (self._groups, self.cache_nbytes, self._pickles, self._finder.given())
+
+    def row(self, index: int) -> Any:
+        """One row, by its number; reads its row group."""
+        group = bisect_right(self._groups.starts, index) - 1
+        store = self._cache.get(group) or self._stores([group])[group]
+        self._rows_given += 1
+        return store.row(index - self._groups.starts[group])
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        numbers = np.array(row_numbers(indices, len(self)), np.int64)
+        found: list[Any] = [None] * len(numbers)
+        group_of = self._group_of(numbers)
+        for portion in self._portions(np.unique(group_of).tolist()):
+            for group, store in self._stores(portion).items():
+                places = np.flatnonzero(group_of == group)
+                rows = store.__getitems__(numbers[places] - self._starts[group])
+                for place, row in zip(places.tolist(), rows, strict=True):
+                    found[place] = row
+        self._rows_given += len(numbers)
+        return found
+
+    def take(self, indices: Any, out: Any = None) -> Any:
+        """Some rows, gathered by columns where all their row groups fit in the cache."""
+        rows = row_array(indices, len(self))
+        if not len(self):
+            return [] if out is None else out
+        group_of = self._group_of(rows)
+        groups = np.unique(group_of).tolist() or self._group_of(np.zeros(1, np.int64)).tolist()
+        window = self._window
+        if window is None or not window.known.issuperset(groups):
+            if len(self._portions(groups)) > 1:
+                return join(self.__getitems__(rows), out)
+            window = self._together(groups)
+        self._touch(groups)
+        self._rows_given += len(rows)
+        return window.store.take(rows + window.shifts[window.groups.searchsorted(group_of)], out)
+
+    def column(self, name: str | int) -> NoReturn:
+        """A lazy store has no columns apart: choose them as it is opened."""
+        raise TypeError(f"a field of rows that are read lazily is chosen by columns=[{name!r}] of open()")
+
+    def to_arrow(self) -> NoReturn:
+        """A lazy store is not in memory."""
+        raise TypeError("the rows are read lazily, and may not fit in memory: use pyarrow.dataset for all")
+
+    def describe(self) -> StoreDescription:
+        """The rows and bytes of the files before compression; the fields' bytes are unknown, and 0."""
+        empty = [pa.nulls(0, field.type) for field in self._groups.schema]
+        rows = rows_of(pa.RecordBatch.from_arrays(empty, schema=self._groups.schema))
+        kind, fields = describe_columns([rows], lambda _: pa.null())
+        return StoreDescription(kind, len(self), sum(self._groups.nbytes), 0, fields)
+
+    # --- row groups in memory
+
+    def _group_of(self, rows: Rows) -> Rows:
+        return self._starts.searchsorted(rows, "right") - 1
+
+    def _portions(self, groups: list[int]) -> list[list[int]]:
+        """Row groups in portions that fit in the cache."""
+        if len(groups) == 1 or all(group in self._cache for group in groups):
+            return [groups]
+        portions: list[list[int]] = []
+        left = 0.0
+        for group in groups:
+            nbytes = self._expected_nbytes(group)
+            if not portions or nbytes > left:
+                portions.append([])
+                left = self.cache_nbytes
+            portions[-1].append(group)
+            left -= nbytes
+        return portions
+
+    def _expected_nbytes(self, group: int) -> float:
+        return self._groups.nbytes[group] * (self._share or 1)
+
+    def _together(self, groups: list[int]) -> _Window:
+        """A window that has some row groups, which are read if need be, and the latest ones besides."""
+        stores = self._stores(groups)
+        if len(groups) > 1:
+            used = self._used.copy()
+            latest = sorted(used, key=used.__getitem__, reverse=True)[:_MOST_TOGETHER]
+            stores |= {group: store for group in latest if (store := self._cache.get(group)) is not None}
+        chosen = np.array(sorted(stores))
+        parts = [stores[group].chunks for group in chosen.tolist()]
+        shifts = (
+            np.cumsum([0, *map(len, map(stores.__getitem__, chosen[:-1].tolist()))]) - self._starts[chosen]
+        )
+        if len(groups) == 1:  # its own store, and no window, so that the cache alone keeps it
+            return _Window(frozenset(groups), chosen, shifts, stores[groups[0]])
+        batches = [batch for part in parts for batch in part.batches]
+        store = self._store_of(batches, [source for part in parts for source in part.sources])
+        self._window = window = _Window(frozenset(stores), chosen, shifts, store)
+        return window
+
+    def _touch(self, groups: list[int]) -> None:
+        now = next(self._clock)
+        for group in groups:
+            self._used[group] = now
+
+    def _stores(self, groups: list[int]) -> dict[int, RowStore]:
+        """The stores of some row groups, which are read where they are not in the cache."""
+        found = {group: self._cache.get(group) for group in groups}
+        missing = [group for group, store in found.items() if store is None]
+        if missing:
+            self._make_room(sum(map(self._expected_nbytes, missing)), groups)
+            for group, batches in zip(missing, self._groups.read(missing), strict=True):
+                found[group] = self._cache[group] = store = self._store_of(
+                    batches, [self._groups.name(group)] * len(batches)
+                )
+                self._share = max(self._share, store.chunks.nbytes / max(1, self._groups.nbytes[group]))
+                self._rows_read += len(store)
+            self._reads += len(missing)
+            self._tell_of_waste()
+        self._touch(groups)
+        return found  # type: ignore[return-value]  # none is None any more
+
+    def _make_room(self, nbytes: float, needed: list[int]) -> None:
+        others = sorted(set(self._cache) - set(needed), key=lambda group: self._used.get(group, 0))
+        kept_nbytes = sum(store.chunks.nbytes for store in list(self._cache.values()))
+        while others and kept_nbytes + nbytes > self.cache_nbytes:
+            self._window = None  # it keeps its row groups
+            dropped = self._cache.pop(group := others.pop(0), None)
+            self._used.pop(group, None)
+            kept_nbytes -= 0 if dropped is None else dropped.chunks.nbytes
+
+    def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
+        memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)
+        parts: list[tuple[SharedBuffer, Any]] = [(memory, batch) for batch in batches]
+        chunks = Chunks(parts, memory, nbytes, self._finder.found, (), pickles=self._pickles, sources=sources)
+        return RowStore(chunks, views=None)
+
+    def _tell_of_waste(self) -> None:
+        if self._has_told or self._reads < _MANY_READS or self._rows_read < _WASTE * self._rows_given:
+            return
+        self._has_told = True
+        warn(
+            f"{self._reads:,} row groups of {self._rows_read:,} rows were read for {self._rows_given:,} rows "
+            f"that were asked for, with cache_nbytes={self.cache_nbytes:,}. Use shmloader.BlockSampler, with "
+            "a smaller window or as many lanes as workers, or a larger cache"
+        )

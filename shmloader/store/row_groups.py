@@ -1,0 +1,224 @@
+"""Row groups of Parquet files on any file system, read as a whole, several at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import glob
+import os
+import pickle
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+
+from shmloader.errors import LoaderError
+from shmloader.store.columns.records import Keys
+from shmloader.store.files import checked_rows, files_of
+from shmloader.store.handles import Fingerprint
+from shmloader.store.rows import DAMAGES
+from shmloader.store.tables import PARQUET
+
+_MOST_AT_ONCE = 8  # row groups, or footers, that are read at the same time
+_MOST_FOOTERS = 64  # that a process keeps
+
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+class FileSystem:
+    """A file system of Arrow's or fsspec's, made anew in each process: its threads do not outlive a fork.
+
+    Attributes:
+        is_local: Whether it is that of the host.
+    """
+
+    def __init__(self, given: Any = None) -> None:
+        """Wrap a file system; None for the local one."""
+        local = pa.fs.LocalFileSystem()
+        given = local if given is None else given
+        if not isinstance(given, pa.fs.FileSystem):
+            given = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(given))
+        self.is_local = isinstance(given, pa.fs.LocalFileSystem)
+        self._pickled = pickle.dumps(given)
+        self._opened: tuple[int, Any] = os.getpid(), given
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without this process's own."""
+        return vars(self) | {"_opened": (0, None)}
+
+    @property
+    def opened(self) -> Any:
+        """Arrow's file system, of this process."""
+        pid, opened = self._opened
+        if pid != os.getpid():
+            opened = pickle.loads(self._pickled)
+            self._opened = os.getpid(), opened
+        return opened
+
+    def find(self, path: str) -> list[str]:
+        """The files that a path, a folder or a pattern means."""
+        if self.is_local:
+            return [str(Path(one).resolve()) for one in files_of(path)]
+        folder, _, name = path.rpartition("/")
+        if glob.has_magic(folder):
+            raise ValueError(f"{path}: only the last part of a path that is not local may be a pattern")
+        if not glob.has_magic(path):
+            if self.opened.get_file_info(path).type != pa.fs.FileType.Directory:
+                return [path]
+            folder, name = path.rstrip("/"), "*"
+        listed = self.opened.get_file_info(pa.fs.FileSelector(folder))
+        found = sorted(one.path for one in listed if one.is_file and fnmatch.fnmatchcase(one.base_name, name))
+        found = [one for one in found if name != "*" or one.endswith(PARQUET)]
+        if not found:
+            raise FileNotFoundError(f"{path} matches no Parquet file")
+        return found
+
+
+def located(path: str, filesystem: FileSystem | None) -> tuple[FileSystem, list[str]]:
+    """The file system of a path or URL, and the files that it means there."""
+    if filesystem is None and "://" in path:
+        url, _, name = path.rpartition("/")
+        try:
+            opened, folder = pa.fs.FileSystem.from_uri(url)
+        except pa.ArrowInvalid:  # a scheme that Arrow does not know
+            import fsspec
+
+            opened, folder = fsspec.core.url_to_fs(url)
+        filesystem, path = FileSystem(opened), f"{folder.rstrip('/')}/{name}"
+    filesystem = filesystem or FileSystem()
+    return filesystem, filesystem.find(path)
+
+
+class RowGroups:
+    """The row groups of some Parquet files, in the order of the files.
+
+    Pickled by paths and counts. Footers are read again by each process.
+
+    Args:
+        paths: The files, in their file system.
+        filesystem: That file system.
+        columns: The fields to read; None for all.
+        allow_pickle: Whether there may be pickled values.
+
+    Attributes:
+        schema: The fields that are read, as the first file has them.
+        form: See `form_of`.
+        starts: The first row of each row group, and the number of rows.
+        nbytes: Of each row group, as its footer has it: before compression, of all columns.
+    """
+
+    def __init__(
+        self, paths: list[str], filesystem: FileSystem, columns: Sequence[str] | None, allow_pickle: bool
+    ) -> None:
+        self._paths, self._filesystem, self._columns = paths, filesystem, columns
+        self._footers: dict[int, Any] = {}
+        self._identities: dict[int, Fingerprint] = {}
+        schemas: dict[str, Any] = {}
+        groups: list[list[tuple[int, int]]] = []
+        for path, (schema, found) in zip(paths, _at_once(self._looked_at, range(len(paths))), strict=True):
+            schemas[path] = schema
+            groups.append(found)
+        self.form = checked_rows(paths, schemas.__getitem__, columns, allow_pickle=allow_pickle)
+        names = None if columns is None else {*columns, Keys.NAME}
+        fields = [field for field in schemas[paths[0]] if names is None or field.name in names]
+        self.schema = pa.schema(fields, schemas[paths[0]].metadata)
+        self._firsts = [0, *accumulate(map(len, groups))]
+        self.starts = [0, *accumulate(rows for rows, _ in chain.from_iterable(groups))]
+        self.nbytes = [nbytes for _, nbytes in chain.from_iterable(groups)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without footers."""
+        return vars(self) | {"_footers": {}}
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def name(self, group: int) -> str:
+        """The file and the number of a row group in it."""
+        file = bisect_right(self._firsts, group) - 1
+        return f"{self._paths[file]}, row group {group - self._firsts[file]}"
+
+    def read(self, groups: Sequence[int]) -> list[list[Any]]:
+        """Read some row groups: the record batches of each, which are checked.
+
+        Raises:
+            ValueError: If a file is damaged, with the row group.
+            LoaderError: If a file was changed.
+            OSError: If a file cannot be read.
+        """
+        return _at_once(self._batches, groups)
+
+    def _batches(self, group: int) -> list[Any]:
+        file = bisect_right(self._firsts, group) - 1
+        with self._naming(self.name(group)), self._open(file) as source:
+            if file not in self._footers:
+                if len(self._footers) >= _MOST_FOOTERS:
+                    self._footers = {}
+                self._footers[file] = pq.ParquetFile(source).metadata
+            chosen = None if self._columns is None else [*self._columns, Keys.NAME]
+            # Buffered before: all columns of the group in a few large requests at the same time.
+            parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
+            table = parquet.read_row_group(group - self._firsts[file], columns=chosen, use_threads=False)
+            rows = self.starts[group + 1] - self.starts[group]
+            if len(table) != rows:
+                raise ValueError(f"it has {len(table):,} rows, and {rows:,} by the footer")
+            batches: list[Any] = table.to_batches()
+            for batch in batches:
+                batch.validate(full=True)
+        return batches
+
+    def _looked_at(self, file: int) -> tuple[Any, list[tuple[int, int]]]:
+        """The schema of a file, and rows and bytes of its row groups."""
+        with self._naming(self._paths[file]), self._open(file) as source:
+            parquet = pq.ParquetFile(source)
+            footer = parquet.metadata
+            if len(self._footers) < _MOST_FOOTERS:
+                self._footers[file] = footer
+            groups = map(footer.row_group, range(footer.num_row_groups))
+            found = [(group.num_rows, group.total_byte_size) for group in groups]
+            if found and min(min(one) for one in found) < 0:
+                raise ValueError("its footer has row groups with less than no rows, or bytes")
+            return parquet.schema_arrow, found
+
+    @contextlib.contextmanager
+    def _open(self, file: int) -> Iterator[Any]:
+        path = self._paths[file]
+        with self._filesystem.opened.open_input_file(path) as source:
+            now = Fingerprint.of(path) if self._filesystem.is_local else Fingerprint(source.size(), 0, 0)
+            known = self._identities.setdefault(file, now)
+            if known != now:
+                raise LoaderError(
+                    f"{path} was changed since it was opened: it had {known.nbytes:,} bytes, and has "
+                    f"{now.nbytes:,}, of inode {now.inode}, written at {now.mtime_ns} ns. Open it anew"
+                )
+            yield source
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Make errors of reading name the file and the row group."""
+        try:
+            yield
+        except DAMAGES as error:
+            if isinstance(error, LoaderError) or (isinstance(error, OSError) and error.errno is not None):
+                raise
+            # Arrow raises OSError for what a server refuses, and for damaged data, too.
+            kind = OSError if isinstance(error, OSError) and not self._filesystem.is_local else ValueError
+            raise kind(
+                f"{name}: it cannot be read, so the file is damaged, is no Parquet, or one that pyarrow "
+                f"{pa.__version__} cannot read: {type(error).__name__}: {error!s:.500}"
+            ) from error
+
+
+def _at_once(function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:
+    """A function of some items, by threads that end with the call: none is there when a process is forked."""
+    if len(items) == 1:
+        return [function(items[0])]
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(items))) as threads:
+        return list(threads.map(function, items))
