@@ -1,0 +1,84 @@
+"""A language model of bytes: batches by a budget of tokens, a stop in mid-epoch, and an exact resume.
+
+    python examples/language_model.py --checkpoint lm.pt --stop-after 20
+    python examples/language_model.py --checkpoint lm.pt
+
+The texts are the functions of Python's own library. The second run goes on where the first one stopped.
+"""
+
+import argparse
+import ast
+import statistics
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+import shmloader
+
+LONGEST = 512
+
+
+class Functions(Dataset[torch.Tensor]):
+    """The sources of the functions in some modules, as bytes."""
+
+    def __init__(self) -> None:
+        modules = sorted(Path(statistics.__file__).parent.glob("[ab]*.py"))
+        sources = [path.read_text(encoding="utf-8") for path in modules]
+        texts = [
+            (ast.get_source_segment(source, node) or "").encode()[:LONGEST]
+            for source in sources
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef)
+        ]
+        self.texts = shmloader.share([text for text in texts if len(text) > 1])
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.texts[index]), dtype=torch.uint8).long()
+
+
+def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+    """A row for each text, filled up with zeros."""
+    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def main() -> None:
+    """Train for an epoch, or until the program is to stop."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, default=Path("lm.pt"))
+    parser.add_argument("--stop-after", type=int, help="batches")
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    dataset = Functions()
+    lengths = [len(dataset.texts[index]) for index in range(len(dataset))]
+    sampler = shmloader.TokenBatchSampler(lengths, max_tokens=8_192)
+    loader = shmloader.DataLoader(dataset, batch_sampler=sampler, num_workers=2, collate_fn=pad)
+    model = torch.nn.Sequential(torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if arguments.checkpoint.exists():
+        checkpoint = torch.load(arguments.checkpoint, weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        loader.load_state_dict(checkpoint["loader"])
+        print("resumed")
+
+    with loader:
+        for number, tokens in enumerate(loader, 1):
+            answers = model(tokens[:, :-1]).transpose(1, 2)
+            loss = torch.nn.functional.cross_entropy(answers, tokens[:, 1:], ignore_index=0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"batch {tuple(tokens.shape)}, loss {loss.item():.4f}")
+            if number == arguments.stop_after:
+                break
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(checkpoint | {"loader": loader.state_dict()}, arguments.checkpoint)
+
+
+if __name__ == "__main__":
+    main()
