@@ -171,8 +171,6 @@ def unshare(data: Any) -> Any:
 
 
 def open_store(
-    path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
-) -> Store:
     path: FilePath | Sequence[FilePath],
     *,
     columns: Sequence[str] | None = None,
@@ -180,7 +178,7 @@ def open_store(
     lazy: bool = False,
     cache_nbytes: int | None = None,
     filesystem: Any = None,
-) -> Any:
+) -> Store:
     """Open files as a store, read-only.
 
     * Arrow IPC (``.arrow``, ``.feather``; file and stream format): mapped. Nothing is read until it is
