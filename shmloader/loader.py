@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 import torch.utils.data
@@ -52,6 +52,13 @@ else:
 
         def __class_getitem__(cls, _: object) -> type:
             return torch.utils.data.DataLoader
+
+
+class _Rows(Protocol[_T_co]):
+    """What torch calls a map-style dataset without asking for its class, such as a list or a store."""
+
+    def __getitem__(self, index: int, /) -> _T_co: ...
+    def __len__(self) -> int: ...
 
 
 _TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
@@ -183,7 +190,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
     def __init__(
         self,
-        dataset: Dataset[_T_co],
+        dataset: Dataset[_T_co] | _Rows[_T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
