@@ -283,7 +283,7 @@ def array_over(handle: Any, layout: Any, writeable: bool, offset: int | None = N
         array.__array_finalize__(octets)  # file name and mode
         array.offset = offset  # type: ignore[attr-defined]
     if not writeable:
-        array.flags.writeable = False
+        array.setflags(write=False)
     return array
 
 

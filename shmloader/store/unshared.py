@@ -27,7 +27,6 @@ from shmloader.settings import THREAD
 from shmloader.statistics import Counters
 from shmloader.store import kinds, static
 from shmloader.store.graph import Graph, Node
-from shmloader.store_hooks import hooks
 
 LEAST_NBYTES = 32 << 20
 """Bytes that one worker has to copy, beyond a few batches, before a warning is given."""
@@ -216,7 +215,7 @@ def largest_holder(graph: Graph) -> tuple[int, Node]:
 def _reads_lazily(dataset: Any) -> bool:
     """Whether workers read row groups into memory that this process has used, too: no copies of objects."""
     inner = dataset.dataset if type(dataset) is Subset else dataset  # not by __dict__: see decision 0033
-    return hooks.is_store(inner) and hasattr(inner, "cache_nbytes")
+    return type(inner).__module__ == f"{__package__}.lazy"
 
 
 def watch_copies(

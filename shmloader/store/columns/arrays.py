@@ -259,5 +259,5 @@ def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
     # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.
     flat = np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
     if kind.torch_dtype is None:
-        flat.flags.writeable = False  # also in memory of Arrow's own, which may be written
+        flat.setflags(write=False)  # also in memory of Arrow's own, which may be written
     return flat
