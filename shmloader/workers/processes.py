@@ -21,9 +21,13 @@ from shmloader.memory.process_memory import read_memory
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
-from shmloader.worker.parent_watch import sigterm_grace_s
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
-from shmloader.workers.launch import begin_fork_server, check_descriptors, start_process
+from shmloader.workers.launch import (
+    begin_fork_server,
+    check_descriptors,
+    sigterm_grace_s,
+    start_process,
+)
 from shmloader.workers.spawn_payload import SpawnPayload
 
 if TYPE_CHECKING:
