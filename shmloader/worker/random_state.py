@@ -130,7 +130,8 @@ class Generators:
         if random_state is not None:
             self.random_generator.setstate(random_state)
         if numpy_state is not None:
-            self.numpy_generator.bit_generator.state = numpy_state
+            bits: Any = self.numpy_generator.bit_generator  # in place, as with the others
+            bits.__setstate__(numpy_state)
 
     @property
     def torch_generator(self) -> torch.Generator:

@@ -24,6 +24,8 @@ from shmloader.worker.random_state import seed_worker_process
 from shmloader.worker.ray_calls import refuse_ray
 from shmloader.workers.spawn_payload import take_arguments
 
+_GRACE = "SHMLOADER_SIGTERM_GRACE_S"
+_GRACE_S = 120.0
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
 _PRELOADED = ["torch", "shmloader"]
 _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
@@ -67,6 +69,24 @@ def begin_fork_server() -> None:
         forkserver.ensure_running()
     finally:
         forkserver.set_forkserver_preload(chosen)
+
+
+def sigterm_grace_s() -> float:
+    """Seconds for which workers that are started now go on after SIGTERM; called in the main process.
+
+    0 unless this process handles SIGTERM: a process group gets the signal as a whole (from Slurm, say), and a
+    program with a handler needs its workers until it has saved its state.
+
+    Raises:
+        ValueError: If the environment variable for it is no number of seconds.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        return 0.0
+    text = os.environ.get(_GRACE, "")
+    try:
+        return float(text or _GRACE_S)
+    except ValueError:
+        raise ValueError(f"{_GRACE} must be a number of seconds, not {text!r}") from None
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_s: float) -> Any:
