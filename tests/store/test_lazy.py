@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import pickle
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from object_store import object_store
 from store_samples import Person, Point
 from stream_datasets import identity
+from warm_python import warm_python
 
 import shmloader
 from shmloader import BlockSampler, DataLoader, LoaderError, share
@@ -349,3 +352,15 @@ def test_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
         memory.rm("/lazy", recursive=True)
     lazy = shmloader.open([tmp_path / "a.parquet", f"file://{tmp_path}/a.parquet"], lazy=True)
     assert lazy[150] == lazy[50]
+
+
+def test_the_program_of_the_page_resumes_to_the_row(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "larger-than-memory.md"
+    found = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.py").write_text(found[1])
+    done = subprocess.run(
+        [*warm_python(), "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "12000 12000\n"), done.stderr
