@@ -11,6 +11,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,25 @@ def write(path: Path, rows: int) -> None:
         writer.close()
 
 
-def scanned(path: Path) -> float:
-    """Rows a second of Arrow's scanner."""
-    began_s = time.perf_counter()
-    rows = sum(map(len, pyarrow.dataset.dataset(path).to_batches()))
-    return rows / (time.perf_counter() - began_s)
+def processor_s() -> float:
+    """Processor time of this process and its workers so far."""
+    family = [psutil.Process(), *psutil.Process().children()]
+    return sum(sum(one.cpu_times()[:2]) for one in family)
 
 
-def loaded(loader: Any) -> tuple[float, int]:
-    """Rows a second of a loader, and at the end the most memory of a worker that is not shared, in bytes."""
-    began_s, rows = time.perf_counter(), 0
-    for batch in loader:
-        rows += len(batch["c0"])
-    took_s = time.perf_counter() - began_s
-    return rows / took_s, max(one.memory_full_info().uss for one in psutil.Process().children())
+def rates(read: Callable[[], int]) -> tuple[float, float]:
+    """Rows a second, and rows for each second of a processor."""
+    began_s, processor_began_s = time.perf_counter(), processor_s()
+    rows = read()
+    return rows / (time.perf_counter() - began_s), rows / (processor_s() - processor_began_s)
+
+
+def scanned(path: Path) -> int:
+    return sum(map(len, pyarrow.dataset.dataset(path).to_batches()))
+
+
+def loaded(loader: Any) -> int:
+    return sum(len(batch["c0"]) for batch in loader)
 
 
 def main() -> None:
@@ -70,7 +76,8 @@ def main() -> None:
     parser.add_argument("--workers", type=whole_number(1), default=2, help="(%(default)s)")
     parser.add_argument("--turns", type=whole_number(1), default=3, help="(%(default)s)")
     given = parser.parse_args()
-    table = [["batch", "Arrow's scan, rows/s", "loader, rows/s", "loader/scan", "a worker's memory"]]
+    head = "batch|Arrow's scan, rows/s|loader, rows/s|loader/scan|by processor time|a worker's memory"
+    table = [head.split("|")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.parquet"
         write(path, given.rows)
@@ -83,15 +90,15 @@ def main() -> None:
                 store, batch_size, sampler=sampler, num_workers=given.workers, persistent_workers=True
             )
             loaded(loader)  # its workers start
-            turns = [(scanned(path), *loaded(loader)) for _ in range(given.turns)]
+            turns = []
+            for _ in range(given.turns):
+                scan, own = rates(lambda: scanned(path)), rates(lambda: loaded(loader))  # noqa: B023
+                turns.append((scan[0], own[0], own[0] / scan[0], own[1] / scan[1]))
+            worker_nbytes = max(one.memory_full_info().uss for one in psutil.Process().children())
             loader.close()
-            scan, rate, ratio = (
-                statistics.median(map(of, turns))
-                for of in (lambda turn: turn[0], lambda turn: turn[1], lambda turn: turn[1] / turn[0])
-            )
-            most_mib = max(turn[2] for turn in turns) / 2**20
-            row = [f"{batch_size:,}", f"{scan:,.0f}", f"{rate:,.0f}", f"{ratio:.2f}", f"{most_mib:,.0f} MiB"]
-            table.append(row)
+            scan_rate, rate, ratio, by_processor = map(statistics.median, zip(*turns, strict=True))
+            texts = [f"{batch_size:,}", f"{scan_rate:,.0f}", f"{rate:,.0f}", f"{ratio:.2f}"]
+            table.append([*texts, f"{by_processor:.2f}", f"{worker_nbytes / 2**20:,.0f} MiB"])
         data, kept = store.nbytes / 2**20, store.cache_nbytes / 2**20
         print(f"{len(store):,} rows of {data:,.0f} MiB; each worker keeps {kept:,.0f} MiB of them")
     print(render_table(table, texts=1))
