@@ -94,7 +94,7 @@ class BlockSampler(ShardedSampler):
     def epoch_order(self) -> IntArray:
         """See `ShardedSampler.epoch_order`."""
         self._begun, self._continued = self._continued or self._own, None
-        window, lanes, run_length = self._begun
+        _, lanes, run_length = self._begun
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
 
@@ -111,21 +111,25 @@ class BlockSampler(ShardedSampler):
         order = np.arange(len(self.dataset), dtype=np.int64)  # type: ignore[arg-type]
         order += np.repeat(self._starts[blocks] - (ends - sizes), sizes)
         per_lane = len(order) // (lanes * run_length) * run_length
-        for begin, end in self._windows(ends, per_lane, window, lanes):
+        for begin, end in self._windows(ends, per_lane):
             order[begin:end] = shuffled(order[begin:end])
         whole = lanes * per_lane
         order[:whole] = order[:whole].reshape(lanes, -1, run_length).swapaxes(0, 1).ravel()
         return order
 
-    @staticmethod
-    def _windows(ends: IntArray, per_lane: int, window: int, lanes: int) -> list[tuple[int, int]]:
-        """Where each window of each lane begins and ends, for blocks in their order with these ends."""
+    def _windows(self, ends: IntArray, per_lane: int) -> list[tuple[int, int]]:
+        """Where each window of each lane begins and ends, for blocks in their order with these ends.
+
+        A run lies in one window: so a block at the edge of two may have samples in both.
+        """
+        window, lanes, run_length = self._begun
         total = int(ends[-1]) if len(ends) else 0
         edges = [*range(0, lanes * per_lane, per_lane or 1), lanes * per_lane, total]
         found: list[tuple[int, int]] = []
         for begin, end in itertools.pairwise(edges):
             first, last = ends.searchsorted([begin, end], "right")
-            cuts = [begin, *ends[first + window - 1 : last : window].tolist(), end]
+            inner = ends[first + window - 1 : last : window] - begin
+            cuts = [begin, *(begin + inner - inner % run_length).tolist(), end]
             found += [(a, b) for a, b in itertools.pairwise(cuts) if b - a > 1]
         return found
 

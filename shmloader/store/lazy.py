@@ -84,8 +84,7 @@ class _Window(NamedTuple):
     """Row groups whose rows are gathered with one call."""
 
     known: frozenset[int]  # numbers of the row groups
-    groups: Rows  # the same, ascending
-    shifts: Rows  # from a row's number in the files to that in the store, for each of the groups
+    shifts: Rows  # from a row's number in the files to that in the store, for each row group of these
     store: RowStore
 
 
@@ -158,7 +157,7 @@ class LazyStore(Store):
             window = self._together(groups)
         self._touch(groups)
         self._rows_given += len(rows)
-        return window.store.take(rows + window.shifts[window.groups.searchsorted(group_of)], out)
+        return window.store.take(rows + window.shifts[group_of], out)
 
     def column(self, name: str | int) -> NoReturn:
         """A lazy store has no columns apart: choose them as it is opened."""
@@ -211,10 +210,10 @@ class LazyStore(Store):
             np.cumsum([0, *map(len, map(stores.__getitem__, chosen[:-1].tolist()))]) - self._starts[chosen]
         )
         if len(groups) == 1:  # its own store, and no window, so that the cache alone keeps it
-            return _Window(frozenset(groups), chosen, shifts, stores[groups[0]])
+            return _Window(frozenset(groups), shifts, stores[groups[0]])
         batches = [batch for part in parts for batch in part.batches]
         store = self._store_of(batches, [source for part in parts for source in part.sources])
-        self._window = window = _Window(frozenset(stores), chosen, shifts, store)
+        self._window = window = _Window(frozenset(stores), shifts, store)
         return window
 
     def _touch(self, groups: list[int]) -> None:

@@ -49,10 +49,6 @@ class FileSystem:
         self._pickled = pickle.dumps(given)
         self._opened: tuple[int, Any] = os.getpid(), given
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without this process's own."""
-        return vars(self) | {"_opened": (0, None)}
-
     @property
     def opened(self) -> Any:
         """Arrow's file system, of this process."""

@@ -70,6 +70,12 @@ def test_a_batch_lies_in_the_blocks_of_one_window_and_a_worker_reads_each_block_
             assert all(len(set(window)) == 3 for window in windows)
 
 
+def test_a_run_lies_in_one_window_also_where_blocks_are_no_multiples_of_runs() -> None:
+    sampler = BlockSampler(Blocks(1010, range(0, 1010, 101)), 1, 0, window=2, run_length=10)
+    windows = np.reshape(list(sampler)[:1000], (5, 200)) // 101
+    assert all(len(set(window)) <= 3 for window in windows)  # two, and that at the edge
+
+
 def test_the_order_follows_from_seed_and_epoch_and_is_shuffled_in_both_ways() -> None:
     dataset = Blocks(1000, range(0, 1000, 50))
     sampler = BlockSampler(dataset, 1, 0, window=2)

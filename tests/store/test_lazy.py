@@ -6,20 +6,25 @@ import itertools
 import json
 import os
 import pickle
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from object_store import object_store
 from store_samples import Person, Point
 from stream_datasets import identity
+from warm_python import warm_python
 
 import shmloader
 from shmloader import BlockSampler, DataLoader, LoaderError, share
@@ -308,6 +313,7 @@ def test_an_object_store_is_read_by_several_requests_at_once(tmp_path: Path, met
         loader.close()
         assert torch.cat(seen).sort().values.tolist() == list(range(2400))
         assert store.most_at_once >= 4
+        assert store.requests < 24 * 4  # and not one for each of 20 columns
         assert took_s < one_s / 3
         with pytest.raises(FileNotFoundError, match="matches no Parquet"):
             shmloader.open("data/a/*.pq", lazy=True, filesystem=store.client())
@@ -329,8 +335,31 @@ def test_a_server_that_fails_is_an_oserror_that_names_the_file(tmp_path: Path) -
             lazy[50]
 
 
+class OfOneProcess(LocalFileSystem):
+    """A file system like fsspec's asynchronous ones, which refuse to work after a fork."""
+
+    cachable = False
+    protocol = "of-one-process"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.pid = os.getpid()
+
+    def _open(self, path: str, *arguments: Any, **options: Any) -> Any:
+        if self.pid != os.getpid():
+            raise RuntimeError("This class is not fork-safe")
+        return super()._open(path, *arguments, **options)
+
+
+def test_forked_workers_have_a_client_of_their_own(tmp_path: Path) -> None:
+    path = write_columns(tmp_path / "a.parquet", 100, 10)
+    lazy = shmloader.open(path, lazy=True, filesystem=OfOneProcess())
+    assert lazy[7]["c0"] == 7
+    loader = DataLoader(lazy, 50, num_workers=1, multiprocessing_context="fork")
+    assert [batch["c0"][0].item() for batch in loader] == [0, 50]
+
+
 def test_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
-    fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
     data = write_columns(tmp_path / "a.parquet", 100, 10).read_bytes()
     memory.pipe({f"/lazy/{name}.parquet": data for name in "ab"})
@@ -349,3 +378,15 @@ def test_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
         memory.rm("/lazy", recursive=True)
     lazy = shmloader.open([tmp_path / "a.parquet", f"file://{tmp_path}/a.parquet"], lazy=True)
     assert lazy[150] == lazy[50]
+
+
+def test_the_program_of_the_page_resumes_to_the_row(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "larger-than-memory.md"
+    found = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    (tmp_path / "data").mkdir()
+    (tmp_path / "train.py").write_text(found[1])
+    done = subprocess.run(
+        [*warm_python(), "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "12000 12000\n"), done.stderr
