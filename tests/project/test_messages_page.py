@@ -59,7 +59,7 @@ OURS = {
 IN_SOURCE = {
     "Pin memory thread exited unexpectedly": "torch.utils.data.dataloader",
     "Cannot re-initialize CUDA in forked subprocess.": "torch.cuda",
-    "which is defined in an interactive session (__main__)": "shmloader.workers.spawn_payload",
+    "which is defined in an interactive session": "shmloader.workers.spawn_payload",
 }
 """Messages that are not provoked here, each with the module that has its words."""
 
