@@ -239,7 +239,10 @@ assert_type(shmloader.open("rows.arrow", columns=["a"]), Store[Any])
 with DataLoader(dataset, batch_size=4, num_workers=2, on_error="skip", shuffle=True) as loader:
     assert_type(loader, DataLoader[tuple[torch.Tensor, int]])
     loader.set_epoch(3)
-    images, labels = next(iter(loader))
+    iterator = iter(loader)
+    images, labels = next(iterator)
+    images, labels = iterator.try_next()
+    assert_type(iterator.fileno(), int)
     for images, labels in loader:
         print(images.sum(), labels)
     assert_type(loader.statistics(), LoaderStatistics)
