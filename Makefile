@@ -24,7 +24,7 @@ MATRIX_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast test-all test-bench test-integrations test-matrix lint bench gpu soak clean
+.PHONY: help demo docs test test-fast test-all test-bench test-integrations test-matrix lint bench gpu soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
@@ -39,6 +39,14 @@ help: ## Show this list
 
 demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 	$(BIN)/python -m shmloader demo $(DEMO_ARGS)
+
+# The source is laid out as the checkout is, so that links between pages hold in both. A link that leads nowhere fails.
+docs: $(VENV)/.stamp-docs ## Build the site in build/site, with its links checked
+	rm -rf build/site-source build/site
+	mkdir -p build/site-source/benchmarks
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs build/site-source/
+	cp benchmarks/*.md benchmarks/*.py build/site-source/benchmarks/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: $(VENV)/.stamp-test ## Lint, check types, run the tests of the loader: every claim, a sample of random runs (PYTEST_ARGS=...)
 	$(BESIDE_LINT) $(PYTEST) $(WITHOUT_COMMANDS) $(PYTEST_ARGS)

@@ -36,12 +36,14 @@ from shmloader.settings import (
 )
 from shmloader.statistics import LoaderStatistics
 from shmloader.store_hooks import hooks
-from shmloader.torch_private import BaseIterator, never_compiled
+from shmloader.torch_private import never_compiled
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
 
 if TYPE_CHECKING:
+    from shmloader.in_process import InProcessIterator
+    from shmloader.iterator import SlotIterator
     from shmloader.profiling import Profile, ProfileReport
 
     _Base = torch.utils.data.DataLoader
@@ -244,12 +246,12 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             return object.__repr__(self)
 
     @never_compiled
-    def __iter__(self) -> BaseIterator:
-        iterator: BaseIterator = loading_of(self).iterate(super().__iter__)
+    def __iter__(self) -> SlotIterator | InProcessIterator:
+        iterator: SlotIterator | InProcessIterator = loading_of(self).iterate(super().__iter__)
         return iterator
 
     @never_compiled
-    def __aiter__(self) -> AsyncIterator[_T_co]:
+    def __aiter__(self) -> AsyncIterator[Any]:
         """The batches of a new pass for ``async for`` in asyncio: other tasks run while a batch is made.
 
         Order, exceptions, ``timeout`` and states are as with ``for``; a task that is cancelled has lost no

@@ -6,6 +6,7 @@ Those with a message of torch's end with it under torch's loader; with shmloader
 print "loaded".
 """
 
+import mmap
 import os
 import pathlib
 import resource
@@ -16,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 import torch.utils.data
 
@@ -23,6 +26,7 @@ import shmloader
 
 MAIN = os.getpid()
 BATCHES = 64
+MAP_NORESERVE = 0x4000  # not in mmap
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -184,6 +188,11 @@ def rebuilt() -> None:
     rows = Rows()
     rows.texts = [f"text {number}" for number in range(700_000)]  # type: ignore[attr-defined]
     load(rows, multiprocessing_context="spawn")
+
+
+def exhausted() -> None:
+    nbytes = psutil.virtual_memory().total + (1 << 30)
+    shmloader.share(np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | MAP_NORESERVE), np.uint8))
 
 
 if sys.argv[1] == "guard":  # at its top level, as it must not be

@@ -88,6 +88,7 @@ if __name__ == "__main__":
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)
     return path
