@@ -32,24 +32,6 @@ _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
 _DEFAULT = ["__main__"]  # multiprocessing's, which imports the program's script and with it its modules
 
 
-def sigterm_grace_s() -> float:
-    """Seconds for which workers that are started now go on after SIGTERM; called in the main process.
-
-    0 unless this process handles SIGTERM: a process group gets the signal as a whole (from Slurm, say), and a
-    program with a handler needs its workers until it has saved its state.
-
-    Raises:
-        ValueError: If the environment variable for it is no number of seconds.
-    """
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        return 0.0
-    text = os.environ.get(_GRACE, "")
-    try:
-        return float(text or _GRACE_S)
-    except ValueError:
-        raise ValueError(f"{_GRACE} must be a number of seconds, not {text!r}") from None
-
-
 def begin_fork_server() -> None:
     """Start the fork server, unless it runs already. Returns at once, while the server imports.
 
