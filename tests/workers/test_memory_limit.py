@@ -7,7 +7,6 @@ import functools
 import io
 import itertools
 import logging
-import os
 import random
 import time
 from collections.abc import Callable
@@ -17,10 +16,11 @@ from typing import Any
 
 import leaking_datasets as leaking
 import numpy as np
+import psutil
 import pytest
 import torch
 from leaking_datasets import Leaking
-from robustness.processes import LONG, wait_gone, workers_of
+from robustness.processes import LONG, wait_gone
 from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
@@ -173,7 +173,7 @@ def test_closing_meanwhile_leaves_nothing() -> None:
         loader = loader_of(Leaking(400, LEAK_NBYTES))
         for _ in itertools.islice(loader, batches):
             pass
-        family = workers_of(os.getpid())
+        family = [psutil.Process(child.pid) for child in active_children()]
         loader.close()
         assert not wait_gone(family, 5)[1]
 
