@@ -219,8 +219,6 @@ def open_store(
         KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """
-    if isinstance(columns, str):
-        raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
     if lazy:
         from shmloader.store import lazy as lazily  # imports pyarrow
 

@@ -48,6 +48,7 @@ def open_store(
     path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
 ) -> Any:
     """Open files as a store; see `shmloader.store.open_store`."""
+    check_names(columns)
     paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
     if not paths or "" in paths:  # pathlib takes "" for the current folder
         raise FileNotFoundError(f"path={path!r} names no file")
@@ -60,6 +61,12 @@ def open_store(
             factory = FACTORIES[form["missing"]] if "missing" in form else None
             return MappingStore(store, index_of(store.column("key") if len(store) else store), factory)
         return SetStore(store, index_of(store)) if form["rows"] == "set" else store
+
+
+def check_names(columns: Sequence[str] | None) -> None:
+    """Refuse one name in place of a list of names."""
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
 
 
 def checked_rows(

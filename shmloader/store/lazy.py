@@ -17,7 +17,7 @@ from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import PythonType, types_in
 from shmloader.store.description import StoreDescription, describe_columns
-from shmloader.store.files import FilePath
+from shmloader.store.files import FilePath, check_names
 from shmloader.store.row_groups import FileSystem, RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -37,6 +37,7 @@ def open_lazily(
     filesystem: Any,
 ) -> LazyStore:
     """Open Parquet files as a lazy store; see `shmloader.store.open_store`."""
+    check_names(columns)
     cache_nbytes = DEFAULT_CACHE_NBYTES if cache_nbytes is None else cache_nbytes
     if cache_nbytes < 1:
         raise ValueError(f"cache_nbytes={cache_nbytes:,} must be at least 1")
@@ -84,7 +85,7 @@ class _Window(NamedTuple):
     """Row groups whose rows are gathered with one call."""
 
     known: frozenset[int]  # numbers of the row groups
-    shifts: Rows  # from a row's number in the files to that in the store, for each row group of these
+    shifts: Rows  # from a row's number in the files to that in the store, for each row group of all
     store: RowStore
 
 
@@ -206,9 +207,8 @@ class LazyStore(Store):
             stores |= {group: store for group in latest if (store := self._cache.get(group)) is not None}
         chosen = np.array(sorted(stores))
         parts = [stores[group].chunks for group in chosen.tolist()]
-        shifts = (
-            np.cumsum([0, *map(len, map(stores.__getitem__, chosen[:-1].tolist()))]) - self._starts[chosen]
-        )
+        sizes, shifts = np.diff(self._starts)[chosen], np.zeros(len(self._groups), np.int64)
+        shifts[chosen] = sizes.cumsum() - sizes - self._starts[chosen]
         if len(groups) == 1:  # its own store, and no window, so that the cache alone keeps it
             return _Window(frozenset(groups), shifts, stores[groups[0]])
         batches = [batch for part in parts for batch in part.batches]

@@ -384,7 +384,6 @@ def test_the_program_of_the_page_resumes_to_the_row(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "larger-than-memory.md"
     found = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert found
-    (tmp_path / "data").mkdir()
     (tmp_path / "train.py").write_text(found[1])
     done = subprocess.run(
         [*warm_python(), "-W", "error", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
