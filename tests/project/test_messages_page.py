@@ -56,6 +56,9 @@ OURS = {
 }
 """Messages of shmloader, each with the program that ends with it."""
 
+SHM = {"no_space": "16m", "manager": "256m", "object_gone": "256m"}
+"""Programs that get a /dev/shm of their own, of this size: torch's loader leaves files there."""
+
 IN_SOURCE = {
     "Pin memory thread exited unexpectedly": "torch.utils.data.dataloader",
     "Cannot re-initialize CUDA in forked subprocess.": "torch.cuda",
@@ -66,7 +69,7 @@ IN_SOURCE = {
 
 def run(name: str, loader: str) -> tuple[int, str]:
     """Run a program of `message_programs` with a loader; its exit status and all that it prints."""
-    place = with_shm("16m") if name == "no_space" else []
+    place = with_shm(SHM[name]) if name in SHM else []
     command = [*place, sys.executable, str(PROGRAMS), name, loader]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, timeout=240, check=False)
