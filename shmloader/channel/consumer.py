@@ -80,9 +80,12 @@ class Consumer(End):
         """The leaves, in private memory, and the header of an object that lies in its record."""
         header_begin, nbytes = unpack_inline(record)
         begin, end = INLINE_HEAD_NBYTES, INLINE_HEAD_NBYTES + nbytes
-        leaves = np.frombuffer(record, np.uint8, header_begin, begin).copy() if header_begin else None
+        header = record[begin + header_begin : end]
+        leaves = None
+        if not header.endswith(_NO_LEAVES):
+            leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
         os.write(self._grants_fd, ROOM_RECORD)
-        return leaves, record[begin + header_begin : end]
+        return leaves, header
 
     def _take_slot(self, record: bytes) -> tuple[Any, bytes]:
         """The anchor of the leaves, and the header of an object that lies in a slot; another is granted."""

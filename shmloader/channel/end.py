@@ -40,6 +40,7 @@ class End:
         self._epoll.register(received_fd, select.EPOLLIN)
         self._peer: Party | None = None  # the process at the other end, once it has used it
         self._death_fd = -1
+        self._slept = False  # the last `_receive_some` has
 
     def fileno(self) -> int:
         """A descriptor that is readable while the other end has sent something, or has died."""
@@ -69,13 +70,17 @@ class End:
 
     def _receive_some(self, most_nbytes: int, deadline: float | None) -> bytes:
         """Sleep until there are records, and read some; it is ``_busy`` then. See `wait` for errors."""
+        slept, self._slept = self._slept, False
         while not self.closed:
+            if slept:  # as the last time, so that is likely now too
+                self.wait(deadline)
+                self._slept = True
             self._busy = True
             try:
                 return os.read(self._received_fd, most_nbytes)
             except BlockingIOError:
                 self._busy = False
-            self.wait(deadline)
+                slept = True
         raise QueueClosed(self.closed)
 
     def wait(self, deadline: float | None) -> None:

@@ -111,9 +111,10 @@ class Outbox:
 
     def _give_up(self) -> None:
         """Close the open slot."""
-        self._given.clear()
-        self._open = None
-        self._allocator.release()
+        if self._open is not None:
+            self._given.clear()
+            self._open = None
+            self._allocator.release()
 
     # --- what the encoder asks
 
