@@ -74,7 +74,7 @@ def put_items(queue: Queue, seed: int, count: int, pauses: bool = False) -> None
         made = item(seed, number)
         if (
             isinstance(made, torch.Tensor)
-            and made.is_contiguous()
+            and made.dim() == 1
             and not made.requires_grad
             and chance.random() < 0.5
         ):

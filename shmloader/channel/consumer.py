@@ -47,6 +47,8 @@ class Consumer(End):
 
     def get(self, deadline: float | None) -> Any:
         """The next object, once it is there. The caller has entered; see `Queue.get`."""
+        if self._table.warning:  # before an object is got, since it may be made an exception
+            warn(self._table.take_warning(), SpillWarning)
         record = self._record = self._record or self._receive(deadline)
         try:
             anchor, header = self._take_inline(record) if record[0] == INLINE else self._take_slot(record)
@@ -56,9 +58,6 @@ class Consumer(End):
         self._record = b""
         self._roles.got_another()
         self._busy = False
-        # From here on the object's own code may run, and raise.
-        if self._table.warning:
-            warn(self._table.take_warning(), SpillWarning)
         if header.endswith(_NO_LEAVES):
             return pickle.loads(header)
         return self._decoder.decode(anchor, header)

@@ -155,7 +155,7 @@ class SlotMemory:
                 f"may have at once: {budget.most_tasks} instead of {budget.wanted_tasks} {items} are made in "
                 f"advance. {items.capitalize()} that it does not hold then {_COPIED}. "
                 f"Pass memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller "
-                f"smaller {asked_for.fewer}."
+                f"{asked_for.fewer}."
             )
         self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
 

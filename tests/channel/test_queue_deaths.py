@@ -109,7 +109,7 @@ def test_a_thread_may_put_although_a_process_has_ended() -> None:
 
 
 def test_a_consumer_is_told_when_the_starting_process_is_gone() -> None:
-    """A grandchild of the test waits; its parent has made the queue, and is killed before anything was put."""
+    """A grandchild of the test waits; its parent, which made the queue, is killed before anything is put."""
     python(
         """
         import os, signal, sys, time
