@@ -46,8 +46,13 @@ from shmloader.worker.collate import collate_packed, empty
 
 if TYPE_CHECKING:
     from shmloader.channel.queue import Queue, wait
+    from shmloader.channel.stage import OwnProcess
 
-_IMPORTED_WHEN_USED = {"Queue": "channel.queue", "wait": "channel.queue"}
+_IMPORTED_WHEN_USED = {
+    "OwnProcess": "channel.stage",
+    "Queue": "channel.queue",
+    "wait": "channel.queue",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -81,6 +86,7 @@ __all__ = [
     "NoGoodSample",
     "NotReady",
     "NotSharedWarning",
+    "OwnProcess",
     "PeerDied",
     "Queue",
     "QueueClosed",
