@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def ours() -> Ends:
 
 
 def torchs() -> Ends:
-    queue = torch.multiprocessing.Queue(MAXSIZE)
+    queue: Any = torch.multiprocessing.Queue(MAXSIZE)
     return queue.put, queue.get, queue.close
 
 
@@ -71,15 +72,19 @@ def pipe() -> Ends:
 
 def produce(kind: Kind, put: Callable[[Any], None], made_in_it: bool, done: Any) -> None:
     torch.set_num_threads(1)
-    queue = put.__self__ if made_in_it else None  # type: ignore[attr-defined]
+    queue: Any = getattr(put, "__self__", None) if made_in_it else None
     for _ in range(kind.count + WARM):
         put(kind.make_in(queue) if made_in_it else kind.make())
     done.wait()  # torch's queue needs the producer until all is received
 
 
-def stream_us(kind: Kind, make_ends: Callable[[], Ends], made_in_it: bool = False) -> float:
-    """Microseconds per object while one process puts as fast as it can and another gets."""
+def stream_us(kind: Kind, make_ends: Callable[[], Ends], made_in_it: bool = False) -> tuple[float, float]:
+    """Microseconds per object while one process puts as fast as it can and another gets.
+
+    Returns: Time by the clock, and processor time of both processes with the producer's start.
+    """
     put, get, close = make_ends()
+    cpu_s = processor_s()
     done = multiprocessing.Event()
     producer = multiprocessing.Process(target=produce, args=(kind, put, made_in_it, done))
     producer.start()
@@ -92,7 +97,12 @@ def stream_us(kind: Kind, make_ends: Callable[[], Ends], made_in_it: bool = Fals
     done.set()
     producer.join()
     close()
-    return us
+    return us, (processor_s() - cpu_s) / (kind.count + WARM) * 1e6
+
+
+def processor_s() -> float:
+    """Seconds of processor time of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def answer(get: Callable[[], Any], put: Callable[[Any], None], count: int, done: Any) -> None:
@@ -138,10 +148,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=whole_number(1), default=5)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print(f"microseconds per object, medians (and best) of {rounds} rounds; queues of {MAXSIZE}")
+    print(f"microseconds per object, medians of {rounds} rounds, and (processor time); queues of {MAXSIZE}")
     print(f"{'':14}{'Queue':>18}{'new_empty':>18}{'torch':>18}{'pipe':>18}{'copy alone':>12}")
     for kind in KINDS:
-        times: dict[str, list[float]] = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
+        times: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
         for _ in range(rounds):
             times["Queue"].append(stream_us(kind, ours))
             if kind.kept:
@@ -149,15 +159,21 @@ def main() -> None:
             times["torch"].append(stream_us(kind, torchs))
             times["pipe"].append(stream_us(kind, pipe))
         print_row(kind.name, times, f"{copy_us(kind):12,.0f}" if kind.kept else "")
-    back: dict[str, list[float]] = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
+    back: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
     for _ in range(rounds):
         for name, make_ends in (("Queue", ours), ("torch", torchs), ("pipe", pipe)):
-            back[name].append(round_trip_us(make_ends, 2000))
+            back[name].append((round_trip_us(make_ends, 2000), 0.0))
     print_row("there and back", back, "")
 
 
-def print_row(name: str, times: dict[str, list[float]], last: str) -> None:
-    cells = [f"{statistics.median(us):,.0f} ({min(us):,.0f})" if us else "" for us in times.values()]
+Times = dict[str, list[tuple[float, float]]]
+
+
+def print_row(name: str, times: Times, last: str) -> None:
+    cells = []
+    for measured in times.values():
+        clock, cpu = ([one[part] for one in measured] for part in (0, 1))
+        cells.append(f"{statistics.median(clock):,.0f} ({statistics.median(cpu):,.0f})" if measured else "")
     print(f"{name:14}" + "".join(f"{cell:>18}" for cell in cells) + last, flush=True)
 
 

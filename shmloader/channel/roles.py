@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmloader.memory import PAGE_NBYTES, Descriptor
+from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
 
 _RECORD = struct.Struct("<B3xIQ48s")
 
@@ -114,7 +114,7 @@ class Roles:
             os.ftruncate(descriptor.fd, PAGE_NBYTES)
             fcntl.fcntl(descriptor.fd, fcntl.F_SETFL, fcntl.fcntl(descriptor.fd, fcntl.F_GETFL) | os.O_APPEND)
         self.descriptor = descriptor
-        self._counts = memoryview(mmap.mmap(descriptor.fd, PAGE_NBYTES)).cast("Q")
+        self._counts = Extent(PAGE_NBYTES, mmap.MAP_SHARED, descriptor.fd).view.cast("Q")
         self._read_nbytes = PAGE_NBYTES
         self._first: dict[Role, Party] = {}
         self._parties: dict[tuple[int, int], Party] = {}
