@@ -49,7 +49,7 @@ KINDS = [
     Kind("16 bytes", 5000, []),
     Kind("1 MB", 400, [(250_000,)]),
     Kind("64 MB", 12, [(16_000_000,)]),
-    Kind("dict of 100", 200, [(64, 16)] * 100),
+    Kind("dict of 100", 50, [(64, 16)] * 100),
 ]
 
 Ends = tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], Any]]  # put, get, close
@@ -131,26 +131,31 @@ def round_trip_us(make_ends: Callable[[], Ends], count: int) -> float:
     return us
 
 
-def copy_us(kind: Kind) -> float:
-    """Microseconds to copy the tensors of an object to memory that was written before."""
+def alone_us(kind: Kind) -> str:
+    """Microseconds in one process to make an object, and to copy it to memory that was written before."""
     targets = [kept.clone() for kept in kind.kept]
-    times = []
+    made, copied = [], []
     for _ in range(12):
         began_s = time.perf_counter()
+        kind.make()
+        made_s = time.perf_counter()
         for target, kept in zip(targets, kind.kept, strict=True):
             target.copy_(kept)
-        times.append((time.perf_counter() - began_s) * 1e6)
-    return statistics.median(times)
+        made.append((made_s - began_s) * 1e6)
+        copied.append((time.perf_counter() - made_s) * 1e6)
+    return "".join(f"{statistics.median(us):12,.0f}" for us in (made, copied)) if kind.kept else ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queues", description=__doc__)
     parser.add_argument("--rounds", type=whole_number(1), default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--kind", choices=[kind.name for kind in KINDS], help="only this one")
+    options = parser.parse_args()
+    rounds = options.rounds
     torch.set_num_threads(1)
     print(f"microseconds per object, medians of {rounds} rounds, and (processor time); queues of {MAXSIZE}")
-    print(f"{'':14}{'Queue':>18}{'new_empty':>18}{'torch':>18}{'pipe':>18}{'copy alone':>12}")
-    for kind in KINDS:
+    print(f"{'':14}{'Queue':>18}{'new_empty':>18}{'torch':>18}{'pipe':>18}{'made':>12}{'copied':>12}")
+    for kind in [kind for kind in KINDS if options.kind in {None, kind.name}]:
         times: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
         for _ in range(rounds):
             times["Queue"].append(stream_us(kind, ours))
@@ -158,7 +163,7 @@ def main() -> None:
                 times["new_empty"].append(stream_us(kind, ours, made_in_it=True))
             times["torch"].append(stream_us(kind, torchs))
             times["pipe"].append(stream_us(kind, pipe))
-        print_row(kind.name, times, f"{copy_us(kind):12,.0f}" if kind.kept else "")
+        print_row(kind.name, times, alone_us(kind))
     back: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
     for _ in range(rounds):
         for name, make_ends in (("Queue", ours), ("torch", torchs), ("pipe", pipe)):

@@ -153,11 +153,11 @@ class Roles:
 
     def forked(self) -> None:
         """Note that this process has the queue too, because it was forked."""
-        self._note(Role.HOLDER)
+        self._note(Role.HOLDER, "a fork of ")  # it has its parent's name still
 
-    def _note(self, role: Role) -> None:
+    def _note(self, role: Role, of: str = "") -> None:
         pid = os.getpid()
-        name = multiprocessing.current_process().name.encode()[:48]
+        name = (of + multiprocessing.current_process().name).encode()[:48]
         os.write(self.descriptor.fd, _RECORD.pack(role, pid, _stat(pid)[1], name))
 
     def _read(self) -> None:
