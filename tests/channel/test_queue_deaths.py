@@ -144,7 +144,6 @@ def test_kills_at_random_moments(victim: str) -> None:
         process = start("fork", target, one, round_)
         killer = threading.Timer(chance.random() * 0.15, process.kill)
         number, held = 0, []
-        killer.start()
         with pytest.raises(PeerDied, match=rf"pid {process.pid}\).* was killed by signal 9"):
             while True:
                 if victim == "producer":
@@ -154,6 +153,8 @@ def test_kills_at_random_moments(victim: str) -> None:
                 else:
                     one.put((number, item(round_, number)), timeout=60)
                 number += 1
+                if number == one.maxsize + 1:  # then the other end was used: deaths before are another test's
+                    killer.start()
         killer.join()
         assert all(same(made, item(round_, old)) for old, made in held)
         end(process)
