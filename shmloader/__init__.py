@@ -5,7 +5,9 @@
 Importing it starts no thread and no process and takes no shared memory.
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import (
     ArchiveError,
@@ -15,6 +17,8 @@ from shmloader.errors import (
     NoGoodSample,
     NotReady,
     NotSharedWarning,
+    PeerDied,
+    QueueClosed,
     ResumeError,
     SharedMemoryExhausted,
     ShareTimeout,
@@ -39,6 +43,23 @@ from shmloader.store import open_store, share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
+
+if TYPE_CHECKING:
+    from shmloader.channel.queue import Queue, wait
+    from shmloader.channel.stage import OwnProcess
+
+_IMPORTED_WHEN_USED = {
+    "OwnProcess": "channel.stage",
+    "Queue": "channel.queue",
+    "wait": "channel.queue",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_IMPORTED_WHEN_USED[name]}"), name)
+
 
 if os.environ.get("SHMLOADER_PROFILE"):
     from shmloader.loading import profile_each as _profile_each
@@ -65,6 +86,10 @@ __all__ = [
     "NoGoodSample",
     "NotReady",
     "NotSharedWarning",
+    "OwnProcess",
+    "PeerDied",
+    "Queue",
+    "QueueClosed",
     "ResumeError",
     "ShardedSampler",
     "ShareTimeout",
@@ -86,6 +111,7 @@ __all__ = [
     "skip_batches",
     "uninstall",
     "unshare",
+    "wait",
     "why_per_sample",
 ]
 

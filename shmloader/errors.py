@@ -79,6 +79,25 @@ class LoaderClosed(LoaderError):
     """The iterator was closed, by ``loader.close()`` or by leaving its ``with`` block."""
 
 
+class PeerDied(LoaderError):
+    """The process at the other end of a `Queue` has ended, or every process that could have used that end.
+
+    Attributes:
+        pid: Its process id; of several, the last one's.
+        exit_code: Exit code as in ``multiprocessing.Process.exitcode`` (a negative number is minus the
+            signal's number), or None if this process cannot know it.
+    """
+
+    def __init__(self, message: str, *, pid: int = -1, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.pid = pid
+        self.exit_code = exit_code
+
+
+class QueueClosed(LoaderError, EOFError):
+    """The other end of a `Queue` was closed, and all that it had put was got."""
+
+
 class ResumeError(LoaderError, ValueError):
     """A loader's state does not fit the loader, cannot be made, or cannot be resumed from."""
 

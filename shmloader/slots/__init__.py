@@ -11,7 +11,8 @@ alive in this process. `PlaceTable` alone changes any of it, and `Budget` has th
 """
 
 from shmloader.slots.budget import RETAINED_SLOTS
+from shmloader.slots.memory import AskedFor
 from shmloader.slots.place import ByteArray, Guard, Place, PlaceState, figures
 from shmloader.slots.table import PlaceTable
 
-__all__ = ["RETAINED_SLOTS", "ByteArray", "Guard", "Place", "PlaceState", "PlaceTable", "figures"]
+__all__ = ["RETAINED_SLOTS", "AskedFor", "ByteArray", "Guard", "Place", "PlaceState", "PlaceTable", "figures"]

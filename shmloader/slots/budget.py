@@ -38,7 +38,15 @@ class Budget:
     least one; then batches that spill to private memory.
     """
 
-    def __init__(self, nbytes: int, most_tasks: int, *, workers: int = 1, follows_host: bool = False) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        most_tasks: int,
+        *,
+        workers: int = 1,
+        follows_host: bool = False,
+        even_limits: bool = False,
+    ) -> None:
         self.nbytes = max(nbytes, (most_tasks + SPARE_SLOTS) * PAGE_NBYTES)
         self.most_tasks = self.wanted_tasks = most_tasks  # the first is fewer if memory is short
         self.largest_nbytes = 0  # bytes of the largest batch so far
@@ -51,6 +59,7 @@ class Budget:
         self._small_batches = 0  # since one was larger than a typical one
         self._workers = workers  # which hold the samples of a batch, in addition to the slots
         self._follows_host = follows_host  # the program gave no budget: it grows if the host has more later
+        self._even_limits = even_limits  # a slot may always grow to its share: what does not fit is refused
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
         self._divide(most_tasks + SPARE_SLOTS)
 
@@ -153,7 +162,7 @@ class Budget:
         self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(again_nbytes), _LITTLE_NBYTES)
         self.small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
         limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
-        if self.largest_nbytes:
+        if self.largest_nbytes and not self._even_limits:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)
             limit_nbytes = min(share_nbytes, whole_pages(max(grown_nbytes, self.largest_nbytes)))
         self.limit_nbytes = limit_nbytes  # of a slot that is granted while there is room enough

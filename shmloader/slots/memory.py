@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,30 @@ _LITTLE_NBYTES = 1 << 16  # copying so few takes less time than the rest of `nex
 _COPIED = "are copied to private memory, which is correct but slower"
 
 
+class AskedFor(NamedTuple):
+    """What the program asked for, in the words of its warnings."""
+
+    owner: str  # what the table belongs to
+    items: str  # what its slots hold
+    tasks: str  # the arguments that give the number of tasks
+    fewer: str  # the arguments that take less memory if they are smaller
+
+
+OF_LOADERS = AskedFor(
+    owner="loader",
+    items="batches",
+    tasks="prefetch_factor x num_workers",
+    fewer="batch_size, prefetch_factor or num_workers",
+)
+
+
 class SlotMemory:
     """The part of `PlaceTable` that knows bytes; see there."""
 
-    def __init__(self, segment: Segment, budget: Budget, counters: Counters | None) -> None:
+    def __init__(
+        self, segment: Segment, budget: Budget, counters: Counters | None, asked_for: AskedFor
+    ) -> None:
+        self._asked_for = asked_for
         self.segment = segment
         self.budget = budget
         self.counters = counters or Counters()
@@ -124,17 +145,17 @@ class SlotMemory:
 
     def _follow_budget(self, before: int) -> None:
         """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""
-        budget = self.budget
+        budget, asked_for, items = self.budget, self._asked_for, self._asked_for.items
         if budget.most_tasks < before:
             self.window = budget.most_tasks
             slots, batch_nbytes = budget.wanted_tasks + SPARE_SLOTS, budget.typical_nbytes
             self._warn(
-                f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} batches "
-                f"(prefetch_factor x num_workers + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this loader "
-                f"may have at once: {budget.most_tasks} instead of {budget.wanted_tasks} batches are made in "
-                f"advance. Batches that it does not hold then {_COPIED}. "
+                f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} {items} "
+                f"({asked_for.tasks} + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this {asked_for.owner} "
+                f"may have at once: {budget.most_tasks} instead of {budget.wanted_tasks} {items} are made in "
+                f"advance. {items.capitalize()} that it does not hold then {_COPIED}. "
                 f"Pass memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller "
-                "batch_size, prefetch_factor or num_workers."
+                f"{asked_for.fewer}."
             )
         self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
 
@@ -172,20 +193,21 @@ class SlotMemory:
         self.counters.add("spilled_nbytes", nbytes)
         guarded = [place.state for place in self.places].count(GUARDED)
         in_use = self.kept + max(self.budget.most_tasks, self.tasks - 1)
+        items = self._asked_for.items
         if self.counters.warned_of_spills or not self.guard.admits_leases():  # while a graph is captured
             return private
         if guarded:
-            why = f"the accelerator has yet to read {guarded} batches that the program has dropped"
+            why = f"the accelerator has yet to read {guarded} {items} that the program has dropped"
             self._warn_of_budget(why, self._needed_nbytes(nbytes) + guarded * whole_pages(nbytes))
         elif nbytes > _LITTLE_NBYTES and in_use >= self.budget.base_slots + RETAINED_SLOTS:
             self._warn(
-                f"the program keeps {self.kept} batches, the most that slots are made for: further ones, "
-                f"this one of {nbytes:,} bytes, {_COPIED}. {self._holders()} Keep fewer batches at a time "
+                f"the program keeps {self.kept} {items}, the most that slots are made for: further ones, "
+                f"this one of {nbytes:,} bytes, {_COPIED}. {self._holders()} Keep fewer {items} at a time "
                 "(`del` those that you no longer need), or only what is needed of each, copied "
                 "(`tensor.clone()`, `.item()`)."
             )
         elif nbytes > _LITTLE_NBYTES:
-            why = f"the program keeps {self.kept} batches"
+            why = f"the program keeps {self.kept} {items}"
             self._warn_of_budget(why, self._needed_nbytes(nbytes), f" {self._holders()}")
         return private
 
@@ -203,17 +225,17 @@ class SlotMemory:
 
     def _warn_of_budget(self, why: str, needed_nbytes: int, holders: str = "") -> None:
         """Warn that the budget has no room for a batch, and name one that has."""
-        budget, least, fewer = self.budget, "", ""
+        budget, asked_for, least, fewer = self.budget, self._asked_for, "", ""
         slots = budget.wanted_tasks + SPARE_SLOTS
         if budget.nbytes <= slots * PAGE_NBYTES:  # a smaller budget was raised to this
             least = f" (a page for each of {slots} slots, the least there can be)"
         if self._needed_nbytes(0) > budget.nbytes:
             fewer = f" If most are as large, fewer than {budget.wanted_tasks} are made in advance."
         self._warn(
-            f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: batches beyond it "
-            f"{_COPIED}.{fewer}{holders} A budget for this loader's slots is at least {needed_nbytes:,} "
-            "bytes (memory_budget_nbytes=...), plus what the program keeps; or use a smaller batch_size, "
-            "prefetch_factor or num_workers."
+            f"{why}, and the slots' memory budget is {budget.nbytes:,} bytes{least}: {asked_for.items} "
+            f"beyond it {_COPIED}.{fewer}{holders} A budget for this {asked_for.owner}'s slots is at least "
+            f"{needed_nbytes:,} bytes (memory_budget_nbytes=...), plus what the program keeps; or use a "
+            f"smaller {asked_for.fewer}."
         )
 
     def _warn(self, message: str) -> None:

@@ -12,7 +12,7 @@ from shmloader.memory import Segment, whole_pages
 from shmloader.memory.limits import memory_headroom
 from shmloader.settings import THREAD, Settings
 from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget
-from shmloader.slots.memory import SlotMemory
+from shmloader.slots.memory import OF_LOADERS, AskedFor, SlotMemory
 from shmloader.slots.place import ARRIVED, FREE, GUARDED, LEASED, MAKING, ByteArray, Guard, Lease, Place
 from shmloader.statistics import Counters
 from shmloader.wire.records import SPILLED
@@ -36,9 +36,13 @@ class PlaceTable(SlotMemory):
         epoch: int = 0,
         workers_outlive: bool = False,
         counters: Counters | None = None,
+        even_limits: bool = False,
+        asked_for: AskedFor = OF_LOADERS,
     ) -> None:
-        budget = Budget(budget_nbytes, most_tasks, workers=workers, follows_host=follows_host)
-        super().__init__(segment, budget, counters)
+        budget = Budget(
+            budget_nbytes, most_tasks, workers=workers, follows_host=follows_host, even_limits=even_limits
+        )
+        super().__init__(segment, budget, counters, asked_for)
         # Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which their tasks
         # were sent.
         self.unreturned: dict[int, Place] = {}

@@ -1,0 +1,186 @@
+"""What an object costs from one process to another: `shmloader.Queue`, torch's queue, and a pipe.
+
+Run with `python -m benchmarks.queues`. The producer makes each object anew from one that it keeps: a tensor
+that torch's queue has moved to shared memory before would cost it nothing more. The transports take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import shmloader
+from benchmarks.options import whole_number
+
+MAXSIZE = 8
+WARM = 2 * MAXSIZE  # objects before the time is taken: memory that comes again has its pages by then
+
+
+class Kind:
+    """A kind of object that is sent."""
+
+    def __init__(self, name: str, count: int, shapes: list[tuple[int, ...]]) -> None:
+        self.name, self.count = name, count
+        self.kept = [torch.ones(shape) for shape in shapes]
+
+    def make(self) -> Any:
+        """Makes one in private memory."""
+        return self.join([kept.clone() for kept in self.kept])
+
+    def make_in(self, queue: Any) -> Any:
+        """Makes one in a queue's memory."""
+        return self.join([queue.new_empty(kept.shape, kept.dtype).copy_(kept) for kept in self.kept])
+
+    def join(self, tensors: list[torch.Tensor]) -> Any:
+        """The object of its tensors."""
+        if not tensors:
+            return b"0123456789abcdef"
+        return tensors[0] if len(tensors) == 1 else {str(n): tensor for n, tensor in enumerate(tensors)}
+
+
+KINDS = [
+    Kind("16 bytes", 5000, []),
+    Kind("1 MB", 400, [(250_000,)]),
+    Kind("64 MB", 12, [(16_000_000,)]),
+    Kind("dict of 100", 50, [(64, 16)] * 100),
+]
+
+Ends = tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], Any]]  # put, get, close
+
+
+def ours() -> Ends:
+    queue = shmloader.Queue(MAXSIZE)
+    return queue.put, queue.get, queue.close
+
+
+def torchs() -> Ends:
+    queue: Any = torch.multiprocessing.Queue(MAXSIZE)
+    return queue.put, queue.get, queue.close
+
+
+def pipe() -> Ends:
+    reader, writer = torch.multiprocessing.Pipe(duplex=False)
+    return writer.send, reader.recv, reader.close
+
+
+def produce(kind: Kind, put: Callable[[Any], None], made_in_it: bool, done: Any) -> None:
+    torch.set_num_threads(1)
+    queue: Any = getattr(put, "__self__", None) if made_in_it else None
+    for _ in range(kind.count + WARM):
+        put(kind.make_in(queue) if made_in_it else kind.make())
+    done.wait()  # torch's queue needs the producer until all is received
+
+
+def stream_us(kind: Kind, make_ends: Callable[[], Ends], made_in_it: bool = False) -> tuple[float, float]:
+    """Microseconds per object while one process puts as fast as it can and another gets.
+
+    Returns: Time by the clock, and processor time of both processes with the producer's start.
+    """
+    put, get, close = make_ends()
+    cpu_s = processor_s()
+    done = multiprocessing.Event()
+    producer = multiprocessing.Process(target=produce, args=(kind, put, made_in_it, done))
+    producer.start()
+    for _ in range(WARM):
+        get()
+    began_s = time.perf_counter()
+    for _ in range(kind.count):
+        get()
+    us = (time.perf_counter() - began_s) / kind.count * 1e6
+    done.set()
+    producer.join()
+    close()
+    return us, (processor_s() - cpu_s) / (kind.count + WARM) * 1e6
+
+
+def processor_s() -> float:
+    """Seconds of processor time of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def answer(get: Callable[[], Any], put: Callable[[Any], None], count: int, done: Any) -> None:
+    for _ in range(count):
+        put(get())
+    done.wait()
+
+
+def round_trip_us(make_ends: Callable[[], Ends], count: int) -> float:
+    """Microseconds for a small object there and back."""
+    (put, other_get, close), (other_put, get, other_close) = make_ends(), make_ends()
+    done = multiprocessing.Event()
+    other = multiprocessing.Process(target=answer, args=(other_get, other_put, count + 1, done))
+    other.start()
+    put(b"0123456789abcdef")
+    get()
+    began_s = time.perf_counter()
+    for _ in range(count):
+        put(b"0123456789abcdef")
+        get()
+    us = (time.perf_counter() - began_s) / count * 1e6
+    done.set()
+    other.join()
+    close()
+    other_close()
+    return us
+
+
+def alone_us(kind: Kind) -> str:
+    """Microseconds in one process to make an object, and to copy it to memory that was written before."""
+    targets = [kept.clone() for kept in kind.kept]
+    made, copied = [], []
+    for _ in range(12):
+        began_s = time.perf_counter()
+        kind.make()
+        made_s = time.perf_counter()
+        for target, kept in zip(targets, kind.kept, strict=True):
+            target.copy_(kept)
+        made.append((made_s - began_s) * 1e6)
+        copied.append((time.perf_counter() - made_s) * 1e6)
+    return "".join(f"{statistics.median(us):12,.0f}" for us in (made, copied)) if kind.kept else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.queues", description=__doc__)
+    parser.add_argument("--rounds", type=whole_number(1), default=5)
+    parser.add_argument("--kind", choices=[kind.name for kind in KINDS], help="only this one")
+    options = parser.parse_args()
+    rounds = options.rounds
+    torch.set_num_threads(1)
+    print(f"microseconds per object, medians of {rounds} rounds, and (processor time); queues of {MAXSIZE}")
+    print(f"{'':14}{'Queue':>18}{'new_empty':>18}{'torch':>18}{'pipe':>18}{'made':>12}{'copied':>12}")
+    for kind in [kind for kind in KINDS if options.kind in {None, kind.name}]:
+        times: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
+        for _ in range(rounds):
+            times["Queue"].append(stream_us(kind, ours))
+            if kind.kept:
+                times["new_empty"].append(stream_us(kind, ours, made_in_it=True))
+            times["torch"].append(stream_us(kind, torchs))
+            times["pipe"].append(stream_us(kind, pipe))
+        print_row(kind.name, times, alone_us(kind))
+    back: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
+    for _ in range(rounds):
+        for name, make_ends in (("Queue", ours), ("torch", torchs), ("pipe", pipe)):
+            back[name].append((round_trip_us(make_ends, 2000), 0.0))
+    print_row("there and back", back, "")
+
+
+Times = dict[str, list[tuple[float, float]]]
+
+
+def print_row(name: str, times: Times, last: str) -> None:
+    cells = []
+    for measured in times.values():
+        clock, cpu = ([one[part] for one in measured] for part in (0, 1))
+        cells.append(f"{statistics.median(clock):,.0f} ({statistics.median(cpu):,.0f})" if measured else "")
+    print(f"{name:14}" + "".join(f"{cell:>18}" for cell in cells) + last, flush=True)
+
+
+if __name__ == "__main__":
+    main()

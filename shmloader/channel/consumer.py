@@ -1,0 +1,122 @@
+"""The consumer's end of a queue, which owns the table of places."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+
+from shmloader.channel.end import Elapsed, End
+from shmloader.channel.parts import Parts, first_grants, grant_slot
+from shmloader.channel.roles import Role, Roles
+from shmloader.codec import Decoder
+from shmloader.errors import PeerDied, QueueClosed, SharedMemoryExhausted, SpillWarning, warn
+from shmloader.wire.queue_records import (
+    CLOSED,
+    CLOSED_RECORD,
+    INLINE,
+    INLINE_HEAD_NBYTES,
+    ROOM_RECORD,
+    UNIT_NBYTES,
+    pack_grant,
+    unpack_in_slot,
+    unpack_inline,
+    whole_units,
+)
+
+_NO_LEAVES = bytes(4)  # the end of a header without leaves
+
+
+class Consumer(End):
+    """Gets objects, in the process that claimed this role."""
+
+    role, other = Role.CONSUMER, Role.PRODUCER
+
+    def __init__(self, parts: Parts, roles: Roles, started: list[object]) -> None:
+        super().__init__(parts.objects_read.fd, roles, started)
+        self._objects_fd = parts.objects_read.fd
+        self._grants_fd = parts.grants_write.fd
+        self._decoder = Decoder()
+        self._table = parts.table()
+        first_grants(self._table)  # they were sent when the queue was made
+        self._record = b""  # one that was received and could not be taken yet
+
+    def get(self, deadline: float | None) -> Any:
+        """The next object, once it is there. The caller has entered; see `Queue.get`."""
+        if self._table.warning:  # before an object is got, since it may be made an exception
+            warn(self._table.take_warning(), SpillWarning)
+        record = self._record = self._record or self._receive(deadline)
+        try:
+            anchor, header = self._take_inline(record) if record[0] == INLINE else self._take_slot(record)
+        except (SharedMemoryExhausted, MemoryError):  # it is not lost: the next call tries again
+            self._busy = False
+            raise
+        self._record = b""
+        self._roles.got_another()
+        self._busy = False
+        if header.endswith(_NO_LEAVES):
+            return pickle.loads(header)
+        return self._decoder.decode(anchor, header)
+
+    def _receive(self, deadline: float | None) -> bytes:
+        """Sleep until there is an object, and receive its record."""
+        record = self._receive_some(UNIT_NBYTES, deadline)
+        if record[0] == CLOSED:
+            self.note_closed()
+            self._busy = False
+            raise QueueClosed(self.closed)
+        if record[0] == INLINE:
+            more_nbytes = whole_units(INLINE_HEAD_NBYTES + unpack_inline(record)[1]) - UNIT_NBYTES
+            if more_nbytes:
+                record += os.read(self._objects_fd, more_nbytes)
+        return record
+
+    def _take_inline(self, record: bytes) -> tuple[Any, bytes]:
+        """The leaves, in private memory, and the header of an object that lies in its record."""
+        header_begin, nbytes = unpack_inline(record)
+        begin, end = INLINE_HEAD_NBYTES, INLINE_HEAD_NBYTES + nbytes
+        header = record[begin + header_begin : end]
+        leaves = None
+        if not header.endswith(_NO_LEAVES):
+            leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
+        os.write(self._grants_fd, ROOM_RECORD)
+        return leaves, header
+
+    def _take_slot(self, record: bytes) -> tuple[Any, bytes]:
+        """The anchor of the leaves, and the header of an object that lies in a slot; another is granted."""
+        table = self._table
+        seq, slot_nbytes, header_begin, header_end = unpack_in_slot(record)
+        if seq not in table.arrived:
+            table.arrive(seq, slot_nbytes, header_begin, header_end, 0, 0)
+        anchor, header = table.take(table.arrived[seq])
+        has_room = True
+        while table.has_room():
+            os.write(self._grants_fd, pack_grant(grant_slot(table, has_room=has_room)))
+            has_room = False
+        if has_room:
+            os.write(self._grants_fd, ROOM_RECORD)
+        return anchor, header
+
+    def has_news(self) -> bool:
+        """Whether `get` would return an object, or raise, at once."""
+        if self.closed or self._record:
+            return True
+        try:
+            self.wait(time.monotonic())
+        except Elapsed:
+            return False
+        except (PeerDied, QueueClosed):
+            pass
+        return True
+
+    def close(self) -> None:
+        """Tell the producer that nothing more will be got, and give up all slots but those that are kept."""
+        if not self.closed:
+            with contextlib.suppress(OSError):  # nobody is there to hear it
+                os.write(self._grants_fd, CLOSED_RECORD)
+        self._table.close()
+        super().close()

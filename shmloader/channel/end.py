@@ -1,0 +1,189 @@
+"""One end of a queue in the process that uses it: its turn, its sleep, and the death of the other end."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from typing import Any
+
+from shmloader.channel.roles import Party, Role, Roles, exit_code_of, how_it_ended
+from shmloader.errors import LoaderError, PeerDied, QueueClosed
+
+LOOK_S = 1.0
+"""How long to sleep at most before looking again at who is there: no wake-up is waited for blindly."""
+
+
+class Elapsed(Exception):
+    """The deadline of a call has come."""
+
+
+class End:
+    """What the producer's and the consumer's end have in common; several threads may use one in turn.
+
+    ``received_fd`` is the pipe by which the other end is heard, non-blocking. ``started`` are the ``Popen``
+    objects of processes that this one has started with the queue.
+    """
+
+    role: Role
+    other: Role
+
+    def __init__(self, received_fd: int, roles: Roles, started: list[Any]) -> None:
+        self.lock = threading.RLock()
+        self.closed = ""  # why nothing more will come or go, once that is so
+        self._received_fd = received_fd
+        self._roles = roles
+        self._started = started
+        self._busy = False  # the records are being changed: an exception then leaves them incomplete
+        self._epoll = select.epoll()  # of what the other end can be heard by: its pipe, and its death
+        self._epoll.register(received_fd, select.EPOLLIN)
+        self._peer: Party | None = None  # the process at the other end, once it has used it
+        self._death_fd = -1
+        self._slept = False  # the last `_receive_some` has
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while the other end has sent something, or has died."""
+        return self._epoll.fileno()
+
+    # --- turns
+
+    def enter(self, deadline: float | None) -> None:
+        """Wait for other threads to leave; the caller releases the ``lock``.
+
+        Raises:
+            Elapsed: If they have not by the deadline.
+            LoaderError: If an exception has cut an earlier call short, or this thread is inside one.
+        """
+        if not self.lock.acquire(blocking=False):
+            wait_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self.lock.acquire(timeout=min(wait_s, threading.TIMEOUT_MAX)):
+                raise Elapsed
+        if self._busy:
+            self.lock.release()
+            raise LoaderError(
+                f"the process that {self.role.does} was interrupted within a call, or makes another one in a "
+                "signal handler: objects may be lost, so the queue cannot be used any more"
+            )
+
+    # --- what comes, and sleep
+
+    def _receive_some(self, most_nbytes: int, deadline: float | None) -> bytes:
+        """Sleep until there are records, and read some; it is ``_busy`` then. See `wait` for errors."""
+        slept, self._slept = self._slept, False
+        while not self.closed:
+            if slept:  # as the last time, so that is likely now too
+                self.wait(deadline)
+                self._slept = True
+            self._busy = True
+            try:
+                return os.read(self._received_fd, most_nbytes)
+            except BlockingIOError:
+                self._busy = False
+                slept = True
+        raise QueueClosed(self.closed)
+
+    def wait(self, deadline: float | None) -> None:
+        """Sleep until the other end may have sent something.
+
+        Raises:
+            Elapsed: If it has not by the deadline.
+            PeerDied: If it has died, and all that it had sent was received.
+            QueueClosed: If another thread has closed the queue.
+        """
+        while True:
+            left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            ready = {fd for fd, _ in self._epoll.poll(max(0.0, left_s))}
+            if self._received_fd in ready:
+                return
+            if self.closed:
+                raise QueueClosed(self.closed)
+            if self._find_peer() or self._death_fd in ready or (self._death_fd < 0 and self._is_dead()):
+                # It may have sent something just before.
+                if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
+                    return
+                if self._is_dead():
+                    raise self._death()
+            if deadline is not None and time.monotonic() >= deadline:
+                raise Elapsed
+
+    def _find_peer(self) -> bool:
+        """Look who is at the other end, if that is unknown; whether somebody is, for the first time.
+
+        Raises `PeerDied` if nobody can be any more.
+        """
+        if self._peer is not None:
+            return False
+        self._peer = self._roles.who(self.other)
+        if self._peer is None:
+            self._check_that_others_live()
+            return False
+        if not self._peer.is_this_process:
+            self._death_fd = self._peer.watch()
+            if self._death_fd >= 0:
+                self._epoll.register(self._death_fd, select.EPOLLIN)
+        return True
+
+    def _is_dead(self) -> bool:
+        return self._peer is not None and not (self._peer.is_this_process or self._peer.is_alive())
+
+    def _check_that_others_live(self) -> None:
+        """Raise `PeerDied` if every process has ended that could have used the other end."""
+        others = self._roles.others()
+        if threading.active_count() > 1 or not (others or self._started):  # a thread of this process may
+            return
+        if any(party.is_alive() for party in others):
+            return
+        if any(getattr(one, "pid", None) is None or one.poll() is None for one in self._started):
+            return
+        pid = others[-1].pid if others else self._started[-1].pid
+        code = exit_code_of(pid, self._started)
+        names = ", ".join(map(str, others)) or f"pid {pid}"
+        raise PeerDied(
+            f"no process {self.other.does} any more: those that had it have ended before they used it: "
+            f"{names}; the last one {how_it_ended(code)}. Its own error output says why if it could.",
+            pid=pid,
+            exit_code=code,
+        )
+
+    def _death(self) -> PeerDied:
+        """The error for a process at the other end that has died."""
+        assert self._peer is not None
+        code = exit_code_of(self._peer.pid, self._started)
+        lost = {
+            Role.PRODUCER: "All that it had put was got. A producer that is done calls queue.close().",
+            Role.CONSUMER: f"Objects that it had not got are lost: {self._roles.waiting()}.",
+        }[self.other]
+        return PeerDied(
+            f"the process that {self.other.does}, {self._peer}, {how_it_ended(code)}. {lost}",
+            pid=self._peer.pid,
+            exit_code=code,
+        )
+
+    # --- the end
+
+    def note_closed(self) -> None:
+        """Note that the other end was closed."""
+        self.closed = f"the process that {self.other.does}, {self._roles.who(self.other)}, has closed it"
+
+    def close_from_outside(self, most_s: float) -> bool:
+        """Close it once other threads have left, for which they have so many seconds; whether they have."""
+        if not self.lock.acquire(timeout=0):
+            self.closed = self.closed or "this process has closed the queue"
+            if not self.lock.acquire(timeout=most_s):
+                return False
+        try:
+            if self._busy:  # in a signal handler of a thread that is inside, or one has cut a call short
+                return False
+            self.close()
+            self.closed = "this process has closed the queue"
+            return True
+        finally:
+            self.lock.release()
+
+    def close(self) -> None:
+        """Give up the descriptors of this end, but for the pipes, which the queue owns."""
+        self._epoll.close()
+        if self._death_fd >= 0:
+            os.close(self._death_fd)
+        self._death_fd = -1

@@ -1,0 +1,175 @@
+"""Who is at the ends of a queue: a file that all its processes append to, and the death of each of them.
+
+The first record of a role is its holder's: an append is atomic, so no lock can be left taken by a process
+that is killed. The first page of the file has the counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import mmap
+import multiprocessing
+import os
+import signal
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
+
+_RECORD = struct.Struct("<B3xIQ48s")
+
+
+class Role(enum.IntEnum):
+    """What a process is to a queue."""
+
+    HOLDER = 0  # it has the queue, and has used it in neither way yet
+    PRODUCER = 1
+    CONSUMER = 2
+
+    @property
+    def does(self) -> str:
+        """The words for its work in messages."""
+        return ("has this queue", "puts into this queue", "gets from this queue")[self]
+
+
+class Party(NamedTuple):
+    """A process that has a queue."""
+
+    role: Role
+    pid: int
+    started: int  # clock ticks from the machine's start to its own, which tell it from a later one of its pid
+    name: str  # of the ``multiprocessing`` process
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether it is the process that asks."""
+        return self.pid == os.getpid()
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        state, started = _stat(self.pid)
+        return started == self.started and state not in ("Z", "X")
+
+    def watch(self) -> int:
+        """A descriptor that becomes readable at its end; -1 if there is none (before Linux 5.3, or ended)."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):
+            return -1
+        if self.is_alive():
+            return fd
+        os.close(fd)  # it may be of another process, of the same pid
+        return -1
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """The state of a process and its start time; ``("X", -1)`` if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", -1
+    return fields[0], int(fields[19])
+
+
+def exit_code_of(pid: int, started: Iterable[Any]) -> int | None:
+    """The exit code of a process that has ended, as in ``Process.exitcode``, if this one can know it.
+
+    It stays there for others to take. ``started`` are ``Popen`` objects of ``multiprocessing``.
+    """
+    for process in started:
+        if getattr(process, "pid", None) == pid:
+            code: int | None = process.poll()
+            return code
+    with contextlib.suppress(OSError):  # not a child of this process, or its code was taken
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is not None:
+            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    return None
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "has ended"
+    if code >= 0:
+        return f"has ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"was killed by signal {-code}"
+
+
+class Roles:
+    """Who has which end of one queue, and how many objects went through it; the same in all processes."""
+
+    def __init__(self, descriptor: Descriptor | None = None) -> None:
+        if descriptor is None:
+            descriptor = Descriptor(os.memfd_create("shmloader-queue"))
+            os.ftruncate(descriptor.fd, PAGE_NBYTES)
+            fcntl.fcntl(descriptor.fd, fcntl.F_SETFL, fcntl.fcntl(descriptor.fd, fcntl.F_GETFL) | os.O_APPEND)
+        self.descriptor = descriptor
+        self._counts = Extent(PAGE_NBYTES, mmap.MAP_SHARED, descriptor.fd).view.cast("Q")
+        self._read_nbytes = PAGE_NBYTES
+        self._first: dict[Role, Party] = {}
+        self._parties: dict[tuple[int, int], Party] = {}
+        self._note(Role.HOLDER)
+
+    def put_another(self) -> None:
+        """Count an object that was put; by the producer alone."""
+        self._counts[0] += 1
+
+    def got_another(self) -> None:
+        """Count an object that was got; by the consumer alone."""
+        self._counts[1] += 1
+
+    def waiting(self) -> int:
+        """Objects that were put and not got yet; about, while another process puts or gets."""
+        return max(0, self._counts[0] - self._counts[1])
+
+    def claim(self, role: Role) -> Party:
+        """Take a role for this process, if none has it; returns the process that has it."""
+        party = self.who(role)
+        if party is None:
+            self._note(role)
+            party = self.who(role)
+            assert party is not None
+        return party
+
+    def who(self, role: Role) -> Party | None:
+        """The process that has a role; None if none has used the queue in this way yet."""
+        self._read()
+        return self._first.get(role)
+
+    def others(self) -> list[Party]:
+        """All other processes that have, or had, the queue."""
+        self._read()
+        return [party for party in self._parties.values() if not party.is_this_process]
+
+    def forked(self) -> None:
+        """Note that this process has the queue too, because it was forked."""
+        self._note(Role.HOLDER, "a fork of ")  # it has its parent's name still
+
+    def _note(self, role: Role, of: str = "") -> None:
+        pid = os.getpid()
+        name = (of + multiprocessing.current_process().name).encode()[:48]
+        os.write(self.descriptor.fd, _RECORD.pack(role, pid, _stat(pid)[1], name))
+
+    def _read(self) -> None:
+        begin = self._read_nbytes  # several threads may read
+        while records := os.pread(self.descriptor.fd, _RECORD.size * 64, begin):
+            begin += len(records)
+            for number, pid, started, name in _RECORD.iter_unpack(records):
+                party = Party(Role(number), pid, started, name.rstrip(b"\0").decode(errors="replace"))
+                self._first.setdefault(party.role, party)
+                self._parties[pid, started] = party
+        self._read_nbytes = begin
+
+    def close(self) -> None:
+        """Close this process's descriptor; the counts can still be read."""
+        self.descriptor.close()

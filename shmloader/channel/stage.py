@@ -1,0 +1,141 @@
+"""A dataset that runs in a process of its own, joined to the program by a queue."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset
+
+from shmloader.channel.queue import Queue
+from shmloader.errors import LoaderError, PeerDied, QueueClosed
+from shmloader.failures.exceptions import capture, restore
+from shmloader.torch_private import DATAPIPES
+from shmloader.worker import parent_watch
+from shmloader.worker.random_state import seed_worker_process
+
+_END_S = 5.0  # how long a process may take to end by itself after its queue was closed
+
+_numbers = itertools.count()
+
+
+class _Failure(NamedTuple):
+    """An exception in place of an item."""
+
+    packed: bytes
+
+
+class OwnProcess(IterableDataset[Any]):
+    """An iterable-style dataset, or torch's DataPipe, that runs in a process of its own.
+
+    Each ``iter()`` starts the process, which iterates and puts ahead of the program, and ends it. Use it in
+    the process that loads (``num_workers=0``), or without a loader: a loader's workers are daemons, and may
+    have no processes. An exception arrives as it was raised.
+
+    In the process the global generators are seeded as a worker's, and torch uses one thread. The seed is
+    drawn from torch's generator in the program; for a DataPipe that goes on as without this draw, and torch
+    seeds and shards the pipe in its graph as if it were not in a process of its own. If the dataset has a
+    method ``lazy_init()``, that is called once before the first ``len`` or ``iter``, where that is.
+
+    Args:
+        dataset: The dataset. It is sent to the process as to a worker.
+        maxsize: Items that may wait.
+        multiprocessing_context: A start method or context; None for Python's default.
+
+    Raises:
+        PeerDied: From ``next()``, if the process was killed.
+        LoaderError: From ``next()``, in a process that may not start others.
+    """
+
+    def __new__(cls, dataset: Any = None, *_: Any, **__: Any) -> Any:
+        """An `OwnProcess`, which for a DataPipe is a DataPipe too."""
+        return super().__new__(OwnPipe if isinstance(dataset, DATAPIPES) else cls)
+
+    def __init__(self, dataset: Any, maxsize: int = 16, *, multiprocessing_context: Any = None) -> None:
+        super().__init__()
+        self._number = next(_numbers)
+        self.dataset = dataset
+        self.maxsize = maxsize
+        self.multiprocessing_context = multiprocessing_context
+        self._is_ready = not hasattr(dataset, "lazy_init")
+
+    def _make_ready(self) -> None:
+        if not self._is_ready:
+            self.dataset.lazy_init()
+            self._is_ready = True
+
+    def __len__(self) -> int:
+        self._make_ready()
+        return len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items()
+
+    def _draw_seed(self) -> int:
+        return int(torch.empty((), dtype=torch.int64).random_().item())
+
+    def _items(self) -> Iterator[Any]:
+        if multiprocessing.current_process().daemon:
+            raise LoaderError(
+                "OwnProcess cannot start a process in a worker, which is a daemon: use num_workers=0, so "
+                "that the dataset's own process is the worker"
+            )
+        context = self.multiprocessing_context
+        if context is None or isinstance(context, str):
+            context = multiprocessing.get_context(context)
+        queue = Queue(self.maxsize)
+        arguments = (queue, self._draw_seed(), os.getpid())
+        process = context.Process(target=self._run, args=arguments, daemon=True)
+        process.start()
+        try:
+            while True:
+                try:
+                    item = queue.get()
+                except QueueClosed:
+                    return
+                if type(item) is _Failure:
+                    raise restore(item.packed)
+                yield item
+        finally:
+            queue.close()
+            for end in (lambda: None, process.terminate, process.kill):
+                end()
+                process.join(_END_S)
+            process.close()
+
+    def _run(self, queue: Queue, seed: int, main_pid: int) -> None:
+        """Iterate over the dataset; runs in its process."""
+        parent_watch.begin(main_pid)
+        torch.set_num_threads(1)
+        seed_worker_process(seed, 0)
+        try:
+            try:
+                self._make_ready()
+                for item in self.dataset:
+                    queue.put(item)
+            except (PeerDied, QueueClosed):  # nobody wants more
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised where the items go
+                where = f"Raised in the process (pid {os.getpid()}) of a {type(self.dataset).__name__}"
+                queue.put(_Failure(capture(error, where)))
+        except (PeerDied, QueueClosed):
+            return
+        queue.close()
+
+
+_Pipe: Any = DATAPIPES[0] if DATAPIPES else IterableDataset
+
+
+class OwnPipe(OwnProcess, _Pipe):  # type: ignore[misc]
+    """An `OwnProcess` of a DataPipe: in torch's graphs, whose seeds and shards reach what it contains."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._items()
+
+    def _draw_seed(self) -> int:
+        with torch.random.fork_rng(devices=[]):
+            return (super()._draw_seed() + self._number) % (1 << 63)

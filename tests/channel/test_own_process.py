@@ -1,0 +1,158 @@
+"""`shmloader.OwnProcess`: what a dataset or a graph of DataPipes gives in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+import shmloader
+from shmloader import OwnProcess, PeerDied
+
+
+class Numbers(IterableDataset[Any]):
+    """Gives tensors, and what it was told to do in between."""
+
+    def __init__(self, count: int, raises_at: int = -1, dies_at: int = -1) -> None:
+        self.count, self.raises_at, self.dies_at = count, raises_at, dies_at
+        self.calls = 0
+
+    def lazy_init(self) -> None:
+        self.calls += 1
+
+    def __len__(self) -> int:
+        return self.count * self.calls
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            if number == self.raises_at:
+                raise KeyError(number)
+            if number == self.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield {"x": torch.full((100, 100), number), "pid": os.getpid(), "calls": self.calls}
+
+
+def graphs() -> dict[str, Any]:
+    """torch's DataPipes, each with one that shuffles or shards below the place where the process begins."""
+    shuffled = IterableWrapper(range(40)).shuffle().sharding_filter()
+    return {
+        "shuffle and batch": (shuffled, lambda pipe: pipe.batch(4)),
+        "collate": (shuffled.batch(4), lambda pipe: pipe.collate()),
+        "filter and map": (shuffled.filter(is_even), lambda pipe: pipe.map(twice)),
+        "zip": (shuffled, lambda pipe: pipe.zip(IterableWrapper(range(40)))),
+        "shuffled after it": (shuffled, lambda pipe: pipe.shuffle()),
+    }
+
+
+def is_even(number: int) -> bool:
+    return number % 2 == 0
+
+
+def twice(number: int) -> int:
+    return 2 * number
+
+
+@pytest.mark.parametrize("name", graphs())
+@pytest.mark.parametrize("kind", [DataLoader, shmloader.DataLoader])
+def test_graphs_give_what_torchs_loader_gives(name: str, kind: Any) -> None:
+    below, above = graphs()[name]
+
+    def epochs(pipe: Any, loader: Any) -> list[Any]:
+        torch.manual_seed(7)
+        made = loader(pipe, batch_size=None, shuffle=True)
+        return [[str(item) for item in made] for _ in range(2)]
+
+    expected = epochs(above(below), DataLoader)
+    below, above = graphs()[name]
+    assert epochs(above(OwnProcess(below)), kind) == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("maxsize", [1, 16])
+def test_items_come_in_order_from_another_process_and_len_is_known(start_method: str, maxsize: int) -> None:
+    dataset = OwnProcess(Numbers(30), maxsize, multiprocessing_context=start_method)
+    for _ in range(2):
+        items = list(DataLoader(dataset, batch_size=None))
+        assert [int(item["x"][0, 0]) for item in items] == list(range(30))
+        assert {item["calls"] for item in items} == {1}
+        assert os.getpid() not in {item["pid"] for item in items}
+    assert len(dataset) == 30
+    assert dataset.dataset.calls == 1
+
+
+def test_random_numbers_differ_from_epoch_to_epoch_and_come_again_with_the_seed() -> None:
+    class Draws(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from (torch.rand(()).item() for _ in range(3))
+
+    def run() -> list[Any]:
+        torch.manual_seed(3)
+        dataset = OwnProcess(Draws())
+        return [list(dataset), list(dataset)]
+
+    first, second = run(), run()
+    assert first == second
+    assert first[0] != first[1]
+
+
+def test_an_exception_arrives_as_it_was_raised_after_the_items_before_it() -> None:
+    items = iter(OwnProcess(Numbers(10, raises_at=3)))
+    assert [int(next(items)["x"][0, 0]) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(KeyError) as raised:
+        next(items)
+    assert raised.value.args == (3,)
+    assert "Raised in the process (pid " in raised.value.__notes__[-1]
+
+
+def test_a_killed_process_is_named() -> None:
+    items = iter(OwnProcess(Numbers(10, dies_at=2)))
+    next(items), next(items)
+    with pytest.raises(PeerDied, match="was killed by signal 9"):
+        next(items)
+
+
+def test_leaving_early_ends_the_process() -> None:
+    items = iter(OwnProcess(Numbers(1000), 2))
+    pid = next(items)["pid"]
+    items.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_worker_is_told_to_do_without() -> None:
+    with pytest.raises(RuntimeError, match="use num_workers=0"):
+        list(shmloader.DataLoader(OwnProcess(Numbers(3)), batch_size=None, num_workers=1))
+
+
+def test_it_ends_with_the_program() -> None:
+    from robustness.processes import start_python
+
+    program = start_python(
+        """
+        import os, torch
+        from shmloader import OwnProcess
+
+        class Slow(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                import time
+                yield os.getpid()
+                time.sleep(600)
+
+        for pid in OwnProcess(Slow()):
+            print(pid, flush=True)
+        """
+    )
+    pid = int(program.stdout.readline())
+    program.kill()
+    program.communicate()
+    deadline_s = time.monotonic() + 20
+    while psutil.pid_exists(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(pid)

@@ -1,0 +1,249 @@
+"""Queues whose processes are killed: an error that names the dead, and nothing left, wherever it happens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from queue_processes import die, get_and_die, get_for_ever, item, put_and_die, put_for_ever, same
+from robustness.processes import LONG, python
+
+import shmloader
+from shmloader import PeerDied, Queue
+
+METHODS = pytest.mark.parametrize(
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
+)
+KILLS = 500 if LONG else 12
+
+
+def start(method: str, target: Any, *arguments: Any) -> Any:
+    process = multiprocessing.get_context(method).Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def end(process: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()
+
+
+@METHODS
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_all_that_a_killed_producer_had_put_comes_and_then_its_name(
+    warm_helpers: None, method: str, number: signal.Signals
+) -> None:
+    one = Queue(8)
+    process = start(method, put_and_die, one, 6, number)
+    for made in range(6):
+        assert (one.get(timeout=60) == made).all()
+    with pytest.raises(
+        PeerDied, match=rf"puts into this queue, .* \(pid {process.pid}\), was killed by signal"
+    ) as raised:
+        one.get()
+    assert (raised.value.pid, raised.value.exit_code) == (process.pid, -number)
+    with pytest.raises(PeerDied):
+        one.get_nowait()
+    assert shmloader.wait([one], timeout=10) == [one]
+    end(process)
+    one.close()
+
+
+@METHODS
+def test_a_killed_consumer_ends_a_put_that_waits(warm_helpers: None, method: str) -> None:
+    one = Queue(2)
+    process = start(method, get_and_die, one, 3, signal.SIGKILL)
+    with pytest.raises(
+        PeerDied, match=r"gets from this queue, .*SIGKILL.* had not got are lost: 2"
+    ) as raised:
+        while True:
+            one.put(torch.ones(10_000))
+    assert raised.value.pid == process.pid
+    end(process)
+    one.close()
+
+
+@METHODS
+def test_a_process_that_ends_before_its_first_use_is_an_error(warm_helpers: None, method: str) -> None:
+    """In a program of its own: threads of the tests might put, for all that the queue knows."""
+    python(
+        f"""
+        import multiprocessing, pytest
+        from queue_processes import die
+        from shmloader import PeerDied, Queue
+
+        if __name__ == "__main__":
+            one = Queue(2)
+            process = multiprocessing.get_context({method!r}).Process(target=die, args=(one, 3))
+            process.start()
+            with pytest.raises(PeerDied, match="no process puts into this queue any more.*exit code 3"):
+                one.get()
+            for _ in range(2):
+                one.put(1)
+        """
+    )
+
+
+def test_a_thread_may_put_although_a_process_has_ended() -> None:
+    one, got = Queue(2), []
+    thread = threading.Thread(target=lambda: got.append(one.get()))
+    thread.start()
+    process = start("fork", die, one, 3)
+    process.join()
+    time.sleep(1.5)
+    one.put(5)
+    thread.join(10)
+    assert got == [5]
+    end(process)
+    one.close()
+
+
+def test_a_consumer_is_told_when_the_starting_process_is_gone() -> None:
+    """A grandchild of the test waits; its parent, which made the queue, is killed before anything is put."""
+    python(
+        """
+        import os, signal, sys, time
+        import pytest
+        from shmloader import PeerDied, Queue
+
+        read, write = os.pipe()
+        if os.fork() == 0:
+            one = Queue(2)
+            mine = os.getpid()
+            if os.fork() == 0:
+                with pytest.raises(PeerDied, match=f"before they used it: .*pid {mine}"):
+                    one.get()
+                os.write(write, b"told")
+                os._exit(0)
+            time.sleep(0.3)
+            os.kill(mine, signal.SIGKILL)
+        os.close(write)
+        assert os.read(read, 10) == b"told"
+        os.wait()
+        """
+    )
+
+
+@pytest.mark.parametrize("victim", ["producer", "consumer"])
+def test_kills_at_random_moments(victim: str) -> None:
+    """Whoever is left gets all in order up to the death, unchanged, and an error that names the dead."""
+    chance = random.Random(victim)
+    for round_ in range(KILLS):
+        one = Queue(chance.choice([1, 2, 5]))
+        target = put_for_ever if victim == "producer" else get_for_ever
+        process = start("fork", target, one, round_)
+        killer = threading.Timer(chance.random() * 0.15, process.kill)
+        number, held = 0, []
+        with pytest.raises(PeerDied, match=rf"pid {process.pid}\).* was killed by signal 9"):
+            while True:
+                if victim == "producer":
+                    got, made = one.get(timeout=60)
+                    assert got == number
+                    held = [*held[-4:], (number, made)]
+                else:
+                    one.put((number, item(round_, number)), timeout=60)
+                number += 1
+                if number == one.maxsize + 1:  # then the other end was used: deaths before are another test's
+                    killer.start()
+        killer.join()
+        assert all(same(made, item(round_, old)) for old, made in held)
+        end(process)
+        one.close()
+
+
+def test_nothing_is_left_when_all_are_killed() -> None:
+    """Both ends and the process that made the queue, while objects wait and are written."""
+    before = shared_nbytes()
+    for _ in range(3):
+        maker = start("fork", _make_and_run)
+        time.sleep(0.5)
+        family = [psutil.Process(maker.pid), *psutil.Process(maker.pid).children(recursive=True)]
+        for one in family:
+            one.kill()
+        maker.join()
+        psutil.wait_procs(family, timeout=10)
+        maker.close()
+    assert shared_nbytes() - before < 8 << 20
+
+
+def _make_and_run() -> None:
+    one = Queue(4)
+    for target in (put_for_ever, get_for_ever):
+        start("fork", target, one, 1)
+    time.sleep(60)
+
+
+def shared_nbytes() -> int:
+    """Shared memory of the whole machine."""
+    return int(psutil.virtual_memory().shared)
+
+
+# --- interrupts
+
+
+def test_an_exception_out_of_a_wait_loses_nothing() -> None:
+    """A signal handler that raises while `get` and `put` sleep."""
+
+    def raises(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, raises)
+    one = Queue(1)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(InterruptedError):
+            one.get()
+        one.put(1)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(InterruptedError):
+            one.put(2)
+        assert one.get() == 1
+        with pytest.raises(queue.Empty):
+            one.get_nowait()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    one.close()
+
+
+def test_an_exception_within_the_records_ends_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was lost is not passed over in silence: later calls say so."""
+    one = Queue(2)
+    one.put(torch.ones(10_000))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "shmloader.slots.PlaceTable.arrive", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            one.get()
+    with pytest.raises(shmloader.LoaderError, match="was interrupted within a call"):
+        one.get()
+    one.close()
+
+
+def test_a_call_in_a_signal_handler_while_the_queue_sleeps_works() -> None:
+    one, got = Queue(2), []
+
+    def puts(*_: object) -> None:
+        one.put(1)
+        one.put(2)
+        got.append(one.get())
+
+    before = signal.signal(signal.SIGALRM, puts)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert one.get() == 2
+        assert got == [1]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    one.close()
+    assert os.getpid()
