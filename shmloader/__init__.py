@@ -5,7 +5,9 @@
 Importing it starts no thread and no process and takes no shared memory.
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import (
     ArchiveError,
@@ -16,6 +18,7 @@ from shmloader.errors import (
     NotReady,
     NotSharedWarning,
     ResumeError,
+    ServerDied,
     SharedMemoryExhausted,
     ShareTimeout,
     SlotCorrupted,
@@ -39,6 +42,20 @@ from shmloader.store import open_store, share, unshare
 from shmloader.store.host import share_on_host
 from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
+
+if TYPE_CHECKING:
+    from shmloader.serving import attach, serve
+
+_LATER = {"attach": "shmloader.serving", "serve": "shmloader.serving"}
+"""Public names of packages that are imported when the name is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
 
 if os.environ.get("SHMLOADER_PROFILE"):
     from shmloader.loading import profile_each as _profile_each
@@ -66,6 +83,7 @@ __all__ = [
     "NotReady",
     "NotSharedWarning",
     "ResumeError",
+    "ServerDied",
     "ShardedSampler",
     "ShareTimeout",
     "SharedMemoryExhausted",
@@ -77,9 +95,11 @@ __all__ = [
     "WorkerStartError",
     "WorkerTimeout",
     "__version__",
+    "attach",
     "collate_packed",
     "empty",
     "install",
+    "serve",
     "set_epoch",
     "share",
     "share_on_host",

@@ -1,0 +1,123 @@
+"""A reader's side of the slots: mapped so that its writes stay its own, and let go when no view is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections import deque
+
+import numpy as np
+
+from shmloader.memory import Extent, Segment
+from shmloader.memory.private_pages import PrivatePages
+from shmloader.memory.segment import Descriptor
+from shmloader.serving.records import COPY, IN_OWN, Stored
+from shmloader.slots import ByteArray
+
+
+class _Lease(weakref.ref[ByteArray]):
+    """This process's right to read something until its anchor dies, as `slots.place.Lease` is one."""
+
+    __slots__ = ("extent", "seq")
+
+    seq: int
+    extent: Extent
+
+
+class _Slots:
+    """The slots of one segment of the server, as this process maps them."""
+
+    def __init__(self, fd: int) -> None:
+        self.segment = Segment(Descriptor(fd))
+        self.extents: dict[int, Extent] = {}
+
+    def map(self, slot: int, nbytes: int) -> Extent:
+        """A slot's memory; mapped anew if the slot has another size."""
+        extent = self.extents.get(slot)
+        if extent is None or extent.nbytes != nbytes:
+            extent = self.extents[slot] = self.segment.map(slot, nbytes, private=True)
+        return extent
+
+
+class MappedSlots:
+    """Leases what a server has stored. A batch that this process holds never changes, whatever others do."""
+
+    def __init__(self) -> None:
+        self._own: _Slots | None = None  # of the server's own segment
+        self._batches: _Slots | None = None  # of its iterator's
+        self._pages = PrivatePages()
+        self._leases: dict[int, _Lease] = {}  # by ``seq``
+        self._ended: deque[_Lease] = deque()
+        self._released: list[int] = []  # and the server was not told yet
+        self.copies = 0
+
+    @property
+    def held(self) -> int:
+        """The number of batches that this process holds in shared memory."""
+        return len(self._leases) - len(self._ended)
+
+    def begin(self, fds: list[int]) -> None:
+        """Take the descriptors of the segments of an epoch, which are this object's from now on."""
+        own, *batches = fds
+        self._own = _same_or_new(self._own, own)
+        if batches:
+            self._batches = _same_or_new(self._batches, batches[0])
+
+    def lease(self, stored: Stored) -> tuple[ByteArray, bytes]:
+        """The memory and the header of something stored; it is held until the last view is gone.
+
+        Where the server asks for it, it is copied and not held. Raises `SharedMemoryExhausted` if this
+        process has no address space; then it is as it was.
+        """
+        slots = self._own if stored.flags & IN_OWN else self._batches
+        assert slots is not None
+        extent = slots.map(stored.slot, stored.nbytes)
+        header = bytes(extent.view[stored.header_begin : stored.header_end])
+        if stored.flags & COPY:
+            anchor = np.empty(stored.header_end, np.uint8)
+            anchor[:] = np.frombuffer(extent.buffer, np.uint8)[: stored.header_end]
+            self._released.append(stored.seq)
+            self.copies += 1
+            return anchor, header
+        anchor = np.ndarray(stored.nbytes, np.uint8, extent.buffer)
+        lease = _Lease(anchor, self._ended.append)
+        lease.seq, lease.extent = stored.seq, extent
+        self._leases[stored.seq] = lease
+        return anchor, header
+
+    def pass_over(self, stored: Stored) -> None:
+        """Let something go that was not read."""
+        self._released.append(stored.seq)
+
+    def released(self) -> list[int]:
+        """What was let go; whoever tells the server takes it out. What was written to it is undone."""
+        while self._ended:
+            lease = self._ended.popleft()
+            if self._leases.pop(lease.seq, None) is not None:
+                self._pages.drop(lease.extent)
+                self._released.append(lease.seq)
+        return self._released
+
+    def close(self) -> None:
+        """Turn what is held into private memory, in place, and let go of the server's memory."""
+        for lease in list(self._leases.values()):
+            if lease() is not None:
+                lease.extent.detach()
+        self._leases.clear()
+        for slots in (self._own, self._batches):
+            if slots is not None:
+                slots.segment.close()
+        self._own = self._batches = None
+        self._pages.close()
+
+
+def _same_or_new(slots: _Slots | None, fd: int) -> _Slots:
+    """The slots as they are mapped, if a descriptor is of the same segment."""
+    if slots is not None:
+        with contextlib.suppress(OSError):
+            if os.path.sameopenfile(slots.segment.fileno(), fd):
+                os.close(fd)
+                return slots
+        slots.segment.close()
+    return _Slots(fd)
