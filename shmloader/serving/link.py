@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from shmloader.codec import Decoder
-from shmloader.errors import LoaderClosed, LoaderError, ServerDied, SharedMemoryExhausted
+from shmloader.errors import LoaderClosed, LoaderError, ServerDied
 from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import restore
 from shmloader.interrupts import HeldInterrupts
@@ -18,11 +16,15 @@ from shmloader.serving import meeting, records
 from shmloader.serving.mapped import MappedSlots
 from shmloader.serving.records import ANSWER, RAISES, Stored
 
+_PIECE_NBYTES = 1 << 11  # of a state, in a message
+
 
 class Link:
     """Asks a server, and reads what it sends. One thread at a time may use it.
 
-    Ctrl-C may end any wait: then nothing is lost, and the next call goes on.
+    An exception, such as Ctrl-C, may end any call between any two instructions: then nothing is lost, and
+    the same call can be made again. So requests have numbers, say things that may be said twice, and a
+    message is looked at and noted before it is taken out of the socket.
     """
 
     def __init__(self, name: str, timeout_s: float, job: str | None, join: str) -> None:
@@ -37,10 +39,11 @@ class Link:
         self.slots = MappedSlots()
         self._decoder = Decoder()
         self._owner_pid = os.getpid()
-        self._poller = select.poll()
-        self._requests = 0  # that are answered: `ASK`, `STATE`, `LOAD`
-        self._epoch = self._epoch_here = -1  # the request for an epoch; the one whose batches come now
-        self._batches: deque[Stored | None] = deque()  # not read yet; None for the epoch's end
+        self._requests = 0
+        self._epoch = self._epoch_here = 0  # the request for an epoch; the one whose batches come now
+        self._told = 0  # up to which batch the server knows that this process wants them
+        self._batches: deque[Stored] = deque()  # of the epoch, in order
+        self._is_over = False  # whether the epoch has no more
         self._answers: dict[int, Stored | int] = {}  # to requests; to `ASK` how many batches were before
         self._closed: Exception | None = None
 
@@ -48,144 +51,148 @@ class Link:
 
     def ask(self, wants: int) -> int:
         """Ask for an epoch, see `Request`, and leave the present one; returns the request's number."""
-        self.leave()
+        self._forget_epoch()
         self._epoch = self._requests + 1
         return self._request(records.ASK, wants)
 
-    def ask_next(self, count: int) -> None:
-        """Ask for the ``count``-th batch."""
-        self._request(records.NEXT, count)
+    def leave(self) -> None:
+        """Leave the present epoch."""
+        self._forget_epoch()
+        self._request(records.LEAVE, 0)
 
-    def leave(self, *, tell: bool = False) -> None:
-        """Forget what came of the present epoch, and what will; tell the server if nothing else does."""
-        self._epoch = -1
-        while self._batches:
-            self._pass_over(self._batches.popleft())
-        if tell:
-            self._request(records.LEAVE, 0)
+    def state(self, taken: int) -> Any:
+        """The loader's state after so many batches of the epoch; -1 for between epochs."""
+        return self.read(self._stored_for(self._request(records.STATE, taken)))
 
-    def call(self, kind: int, value: int, fds: list[int]) -> Any:
-        """Make a request for a state, or to load one; returns or raises what the server says."""
-        answer = self.answer_to(self._request(kind, value, fds))
-        return None if isinstance(answer, int) else self._read(answer)
+    def load(self, text: bytes) -> None:
+        """Have the loader's next epoch continue from a state. Raises what that raises."""
+        begin = number = 0
+        while begin < len(text):
+            piece = text[begin : begin + _PIECE_NBYTES]
+            begin += len(piece)
+            number = self._request(records.LOAD, len(text) - begin, piece)
+        self.read(self._stored_for(number))
 
-    def _request(self, kind: int, value: int, fds: list[int] | None = None) -> int:
+    def _stored_for(self, request: int) -> Stored:
+        answer = self._answer_to(request)
+        assert not isinstance(answer, int)
+        return answer
+
+    def begun(self) -> int:
+        """Wait until the epoch begins; returns how many of its batches were before. Raises why it cannot."""
+        answer = self._answer_to(self._epoch)
+        if isinstance(answer, int):
+            return answer
+        self.read(answer)
+        raise AssertionError
+
+    def _request(self, kind: int, value: int, text: bytes = b"") -> int:
         if os.getpid() != self._owner_pid:
             raise LoaderError(f"{self.name!r} was attached to by this process's parent: attach here, too")
+        self._requests = number = self._requests + 1
+        released = self.slots.released()
         while True:
-            with HeldInterrupts():  # what is told is not told again
-                released = self.slots.released()
-                message = records.pack_request(kind, value, released[: records.MOST_RELEASED])
-                try:
-                    socket.send_fds(self._end, [message], fds or [], socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    pass
-                except OSError:  # what the server has sent before its end is still to be read
-                    return -1
-                else:
-                    del released[: records.MOST_RELEASED]
-                    self._requests += kind in (records.ASK, records.STATE, records.LOAD)
-                    return self._requests
-            self._wait(select.POLLOUT)
+            told = released[: records.MOST_RELEASED]
+            try:
+                self._end.send(records.pack_request(kind, value, number, told, text))
+            except OSError:  # what the server has sent before its end is still to be read
+                return number
+            del released[: len(told)]
+            if not released:
+                return number
 
     # --- in
 
-    def next(self) -> Stored | None:
-        """The next message of the epoch, which stays until `take`; None at the epoch's end."""
-        self._wait_until(lambda: bool(self._batches))
-        return self._batches[0]
+    def next(self, first: int, count: int) -> Stored | None:
+        """The ``count``-th batch of the epoch from the one after the ``first``; None at its end.
 
-    def take(self) -> Any:
-        """Read what `next` has returned. Raises what was stored as an exception.
-
-        Raises:
-            SharedMemoryExhausted: If this process has no address space; the next call tries again.
+        Those before it are done with. The same one may be asked for again.
         """
-        return self._read(self._batches.popleft(), again=self._batches)
+        batches, number = self._batches, first + count
+        while True:
+            while batches and batches[0].number < number:
+                batches.popleft()
+                self.slots.drop_last()
+            if count - self._told >= self.welcome["tell_every"]:
+                self._request(records.NEXT, count)
+                self._told = count
+            if batches:
+                return batches[0]
+            if self._is_over:
+                return None
+            self._receive()
 
-    def answer_to(self, request: int) -> Stored | int:
-        """The answer to a request; a batch's number if that was for an epoch. Raises one that is an error."""
-        self._wait_until(lambda: request in self._answers)
-        answer = self._answers.pop(request)
-        if not isinstance(answer, int) and answer.flags & RAISES:
-            self._read(answer)
-        return answer
-
-    def _read(self, stored: Stored | None, again: deque[Stored | None] | None = None) -> Any:
-        assert stored is not None
-        try:
-            anchor, header = self.slots.lease(stored)
-        except SharedMemoryExhausted:
-            if again is not None:
-                again.appendleft(stored)
-            raise
-        thing = self._decoder.decode(anchor, header)
+    def read(self, stored: Stored) -> Any:
+        """What was stored. Raises it if it is an exception."""
+        thing = self._decoder.decode(*self.slots.lease(stored))
         if stored.flags & RAISES:
             raise restore(thing)
         return thing.batch if type(thing) is Report else thing
 
-    def _wait_until(self, is_here: Callable[[], bool]) -> None:
-        while not is_here():
-            if self._closed is not None:
-                raise self._closed
-            with HeldInterrupts():  # a message that is received is noted
-                received = self._receive()
-            if not received:
-                self._wait(select.POLLIN)
+    def _answer_to(self, request: int) -> Stored | int:
+        while request not in self._answers:
+            self._receive()
+        return self._answers.pop(request)
 
-    def _wait(self, event: int) -> None:
-        self._poller.register(self._end, event)
-        self._poller.poll()
-
-    def _receive(self) -> bool:
-        """Receive a message; False if there is none."""
+    def _receive(self) -> None:
+        """Wait for a message, and note it."""
+        if self._closed is not None:
+            raise self._closed
+        fds: list[int] = []
         try:
-            flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            message, fds, _, _ = socket.recv_fds(self._end, records.MOST_NBYTES, 2, flags)
-        except BlockingIOError:
-            return False
+            message = self._end.recv(records.MOST_NBYTES, socket.MSG_PEEK)
+            if message and message[0] == records.EPOCH:  # a second look would double its descriptors
+                with HeldInterrupts():
+                    message, fds, _, _ = socket.recv_fds(self._end, records.MOST_NBYTES, 2)
+                    self._begin(message, fds)
+                return
+            self._note(message)
+            self._end.recv(records.MOST_NBYTES)
         except ConnectionResetError:  # it has not read all before its end; what it has sent is still here
-            return True
+            return
+
+    def _begin(self, message: bytes, fds: list[int]) -> None:
+        request, number = records.unpack_epoch(message)
+        if not fds:
+            self._closed = LoaderError(f"{self.name!r}: this process may not open more files (ulimit -n)")
+            return
+        self.slots.begin(fds)
+        self._epoch_here, self._answers[request] = request, number
+
+    def _note(self, message: bytes) -> None:
         kind = message[0] if message else 0
         if kind == records.STORED:
-            self._note(records.unpack_stored(message))
-        elif kind == records.EPOCH and fds:
-            self._epoch_here, number = records.unpack_epoch(message)
-            self.slots.begin(fds)
-            self._answers[self._epoch_here] = number
+            stored = records.unpack_stored(message)
+            if stored.flags & ANSWER:
+                self._answers[stored.number] = stored
+            elif self._epoch_here == self._epoch:
+                self._batches.append(stored)
+            else:
+                self.slots.pass_over(stored)
         elif kind == records.END:
-            if self._epoch_here == self._epoch:
-                self._batches.append(None)
+            self._is_over = self._epoch_here == self._epoch
         elif kind == records.CLOSED:
             self._closed = LoaderClosed(message[1:].decode())
-        elif kind == records.EPOCH:
-            self._closed = LoaderError(f"{self.name!r}: this process may not open more files (ulimit -n)")
         else:
             self._closed = ServerDied(
                 f"process {self.pid}, which served {self.name!r} to this one, has ended", pid=self.pid
             )
-        return True
 
-    def _note(self, stored: Stored) -> None:
-        if stored.flags & ANSWER:
-            if stored.number in (self._requests, self._epoch):  # else an interrupt has ended the wait for it
-                self._answers[stored.number] = stored
-            else:
-                self._pass_over(stored)
-        elif self._epoch_here == self._epoch:
-            self._batches.append(stored)
-        else:
-            self._pass_over(stored)
-
-    def _pass_over(self, stored: Stored | None) -> None:
-        if stored is not None:
-            self.slots.pass_over(stored)
+    def _forget_epoch(self) -> None:
+        """Forget what came of the epoch, what will come, and answers that nobody has waited for."""
+        self._epoch, self._told, self._is_over = 0, 0, False
+        self.slots.drop_last()
+        for answer in self._answers.values():
+            if not isinstance(answer, int):
+                self.slots.pass_over(answer)
+        self._answers.clear()
+        while self._batches:
+            self.slots.pass_over(self._batches[0])
+            self._batches.popleft()
 
     def close(self) -> None:
         """Let go of everything; batches that the program holds become private memory."""
         if os.getpid() == self._owner_pid:
             self.slots.close()  # before the server hears of it
         self._end.close()
-        self._batches.clear()
-        self._answers.clear()
         self._closed = self._closed or LoaderClosed(f"{self.name!r}: close() of this reader was called")

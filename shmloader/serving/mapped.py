@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections import deque
@@ -12,7 +11,7 @@ import numpy as np
 from shmloader.memory import Extent, Segment
 from shmloader.memory.private_pages import PrivatePages
 from shmloader.memory.segment import Descriptor
-from shmloader.serving.records import COPY, IN_OWN, Stored
+from shmloader.serving.records import ANSWER, COPY, IN_OWN, Stored
 from shmloader.slots import ByteArray
 
 
@@ -30,18 +29,22 @@ class _Slots:
 
     def __init__(self, fd: int) -> None:
         self.segment = Segment(Descriptor(fd))
-        self.extents: dict[int, Extent] = {}
+        self._extents: dict[int, Extent] = {}
 
     def map(self, slot: int, nbytes: int) -> Extent:
         """A slot's memory; mapped anew if the slot has another size."""
-        extent = self.extents.get(slot)
+        extent = self._extents.get(slot)
         if extent is None or extent.nbytes != nbytes:
-            extent = self.extents[slot] = self.segment.map(slot, nbytes, private=True)
+            extent = self._extents[slot] = self.segment.map(slot, nbytes, private=True)
         return extent
 
 
 class MappedSlots:
-    """Leases what a server has stored. A batch that this process holds never changes, whatever others do."""
+    """Leases what a server has stored. A batch that this process holds never changes, whatever others do.
+
+    An exception may come between any two instructions: what was leased last is kept until the next one, so
+    that a call that was cut short can be made again.
+    """
 
     def __init__(self) -> None:
         self._own: _Slots | None = None  # of the server's own segment
@@ -49,7 +52,8 @@ class MappedSlots:
         self._pages = PrivatePages()
         self._leases: dict[int, _Lease] = {}  # by ``seq``
         self._ended: deque[_Lease] = deque()
-        self._released: list[int] = []  # and the server was not told yet
+        self._released: list[int] = []  # of which the server has to be told
+        self._last: tuple[int, ByteArray] | None = None  # ``seq`` and anchor
         self.copies = 0
 
     @property
@@ -59,10 +63,9 @@ class MappedSlots:
 
     def begin(self, fds: list[int]) -> None:
         """Take the descriptors of the segments of an epoch, which are this object's from now on."""
-        own, *batches = fds
-        self._own = _same_or_new(self._own, own)
-        if batches:
-            self._batches = _same_or_new(self._batches, batches[0])
+        self._own = _same_or_new(self._own, fds[0])
+        for fd in fds[1:]:
+            self._batches = _same_or_new(self._batches, fd)
 
     def lease(self, stored: Stored) -> tuple[ByteArray, bytes]:
         """The memory and the header of something stored; it is held until the last view is gone.
@@ -74,24 +77,34 @@ class MappedSlots:
         assert slots is not None
         extent = slots.map(stored.slot, stored.nbytes)
         header = bytes(extent.view[stored.header_begin : stored.header_end])
+        if self._last is not None and self._last[0] == stored.seq:
+            return self._last[1], header
         if stored.flags & COPY:
             anchor = np.empty(stored.header_end, np.uint8)
             anchor[:] = np.frombuffer(extent.buffer, np.uint8)[: stored.header_end]
-            self._released.append(stored.seq)
+            self._last = stored.seq, anchor
+            self.pass_over(stored)
             self.copies += 1
             return anchor, header
         anchor = np.ndarray(stored.nbytes, np.uint8, extent.buffer)
         lease = _Lease(anchor, self._ended.append)
         lease.seq, lease.extent = stored.seq, extent
+        if not stored.flags & ANSWER:
+            self._last = stored.seq, anchor
         self._leases[stored.seq] = lease
         return anchor, header
 
+    def drop_last(self) -> None:
+        """Keep what was leased last no longer."""
+        self._last = None
+
     def pass_over(self, stored: Stored) -> None:
-        """Let something go that was not read."""
-        self._released.append(stored.seq)
+        """Let something go, unless it was read."""
+        if stored.seq not in self._leases:
+            self._released.append(stored.seq)
 
     def released(self) -> list[int]:
-        """What was let go; whoever tells the server takes it out. What was written to it is undone."""
+        """What was let go; who has told the server takes it out. What was written to it is undone."""
         while self._ended:
             lease = self._ended.popleft()
             if self._leases.pop(lease.seq, None) is not None:
@@ -101,6 +114,7 @@ class MappedSlots:
 
     def close(self) -> None:
         """Turn what is held into private memory, in place, and let go of the server's memory."""
+        self._last = None
         for lease in list(self._leases.values()):
             if lease() is not None:
                 lease.extent.detach()
@@ -115,9 +129,8 @@ class MappedSlots:
 def _same_or_new(slots: _Slots | None, fd: int) -> _Slots:
     """The slots as they are mapped, if a descriptor is of the same segment."""
     if slots is not None:
-        with contextlib.suppress(OSError):
-            if os.path.sameopenfile(slots.segment.fileno(), fd):
-                os.close(fd)
-                return slots
+        if os.path.sameopenfile(slots.segment.fileno(), fd):
+            os.close(fd)
+            return slots
         slots.segment.close()
     return _Slots(fd)

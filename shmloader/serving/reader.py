@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 import weakref
@@ -15,7 +14,6 @@ import torch
 
 from shmloader import torch_private
 from shmloader.errors import LoaderClosed, SharedMemoryExhausted
-from shmloader.interrupts import HeldInterrupts
 from shmloader.serving import records
 from shmloader.serving.link import Link
 from shmloader.serving.roster import Join
@@ -65,7 +63,8 @@ class AttachedLoader:
             before = self._live()
             if before is not None:
                 before.end(LoaderClosed("iter() was called again: this iterator reads no more"))
-            iterator = AttachedIterator(self, self._link, self._lock, self._link.ask(self._wants))
+            self._link.ask(self._wants)
+            iterator = AttachedIterator(self, self._link, self._lock)
             self._iterator = weakref.ref(iterator)
             return iterator
 
@@ -87,7 +86,7 @@ class AttachedLoader:
         """
         with self._lock:
             live = self._live()
-            state: dict[str, Any] = self._link.call(records.STATE, -1 if live is None else live.taken, [])
+            state: dict[str, Any] = self._link.state(-1 if live is None else live.taken)
             return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -97,11 +96,8 @@ class AttachedLoader:
             ResumeError: If it does not fit the loader, an epoch is running, or another reader has loaded
                 another one.
         """
-        packed = json.dumps(dict(state_dict)).encode()
-        with self._lock, os.fdopen(os.memfd_create("shmloader-state"), "wb") as file:
-            file.write(packed)
-            file.flush()
-            self._link.call(records.LOAD, len(packed), [file.fileno()])
+        with self._lock:
+            self._link.load(json.dumps(dict(state_dict)).encode())
 
     def statistics(self) -> ReaderStatistics:
         """Counts of this reader so far."""
@@ -139,8 +135,8 @@ class AttachedLoader:
 class AttachedIterator:
     """One pass over an `AttachedLoader`; leaves the epoch when it dies."""
 
-    def __init__(self, loader: AttachedLoader, link: Link, lock: threading.RLock, request: int) -> None:
-        self._loader, self._link, self._lock, self._request = loader, link, lock, request
+    def __init__(self, loader: AttachedLoader, link: Link, lock: threading.RLock) -> None:
+        self._loader, self._link, self._lock = loader, link, lock
         self._first = -1  # batches of the epoch before this reader's first, once it has begun
         self._taken = 0
         self._made: list[Any] = []  # the batch that is about to be returned
@@ -174,28 +170,27 @@ class AttachedIterator:
             raise self._ended
         began_ns = time.perf_counter_ns()
         if self._first < 0:
-            self._first = int(link.answer_to(self._request))  # type: ignore[arg-type]
-        link.ask_next(self._taken + 1)
-        stored = link.next()
+            self._first = link.begun()
+        stored = link.next(self._first, self._taken + 1)
         waited_ns = time.perf_counter_ns() - began_ns
         if stored is None:
-            link.leave()
             self._ended = StopIteration()
+            link.leave()
             raise self._ended
-        with HeldInterrupts():
-            try:
-                self._made = [self._loader.deliver(link.take(), waited_ns)]
-            except SharedMemoryExhausted:
-                raise
-            except Exception:
-                self._taken += 1  # what came in the batch's place
-                raise
+        try:
+            self._made = [self._loader.deliver(link.read(stored), waited_ns)]
+        except SharedMemoryExhausted:  # the next call tries again, unless it was sent as the batch
+            self._taken += bool(stored.flags & records.RAISES)
+            raise
+        except Exception:
+            self._taken += 1  # what came in the batch's place
+            raise
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             if self._ended is None:
                 with self._lock:
-                    self._link.leave(tell=True)
+                    self._link.leave()
 
 
 def attach(

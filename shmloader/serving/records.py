@@ -1,6 +1,6 @@
 """The messages between the process that serves a loader and its readers: one packet each.
 
-A reader greets with a JSON object, and gets `WELCOME` or `REFUSED`. What is of any size (batches, exceptions,
+A reader greets with a JSON object, and gets `WELCOME` or `REFUSED`. What may be large (batches, exceptions,
 states) travels in slots; messages say where.
 """
 
@@ -13,9 +13,10 @@ from typing import NamedTuple
 PROTOCOL = 1
 """Raise it with every change of a message."""
 
-MOST_NBYTES = 1 << 16  # of a message
+MOST_NBYTES = 1 << 13  # of a message
 
-# Of the server: a byte for the kind, then for `STORED` the record, for `EPOCH` descriptors, else text.
+# Of the server: a byte for the kind, then for `STORED` a record, for `EPOCH` two numbers, beside descriptors,
+# for `END` nothing, else text.
 WELCOME, REFUSED, EPOCH, STORED, END, CLOSED = range(1, 7)
 
 # Of a reader: see `Request`.
@@ -25,12 +26,12 @@ IN_OWN, COPY, RAISES, ANSWER = 1, 2, 4, 8
 """Flags of a `Stored`: it is in the server's own segment, and not in the iterator's; the reader should copy
 it, and let it go at once; it is an exception; it answers a request, and is no batch."""
 
-_STORED = struct.Struct("<BB6q")
-_REQUEST = struct.Struct("<Bq")
-_EPOCH = struct.Struct("<Bqq")
-
-MOST_RELEASED = 1000
+MOST_RELEASED = 500
 """So many may be let go with one request."""
+
+_STORED = struct.Struct("<BB6q")
+_EPOCH = struct.Struct("<Bqq")
+_REQUEST = struct.Struct("<BHqq")
 
 
 class Stored(NamedTuple):
@@ -38,7 +39,7 @@ class Stored(NamedTuple):
 
     flags: int
     seq: int  # number over the server's life: what is let go is named by it
-    number: int  # of an answer: of the request, among those of the reader that are answered
+    number: int  # of a batch in its epoch, from 1 on; of an answer: that of the request
     slot: int
     nbytes: int  # of the slot
     header_begin: int
@@ -48,12 +49,14 @@ class Stored(NamedTuple):
 class Request(NamedTuple):
     """A message of a reader."""
 
-    # `ASK` for an epoch, with number ``value`` for ``set_epoch()``, or -1; for the `NEXT` batch, the
-    # ``value``-th since it joined the epoch; `LEAVE` the epoch; for the `STATE` after ``value`` batches of
-    # the epoch, or -1 between epochs; `LOAD` a state, in a memory file of ``value`` bytes.
+    # `ASK` for an epoch, with number ``value`` for ``set_epoch()``, or -1; for batches up to the `NEXT` one,
+    # the ``value``-th since it joined the epoch; `LEAVE` the epoch; for the `STATE` after ``value`` batches
+    # of the epoch, or -1 between epochs; `LOAD` a state, of which ``value`` bytes follow in further ones.
     kind: int
     value: int
-    released: tuple[int, ...] = ()  # what it has let go since the last one
+    number: int = 0  # the reader's own, for the answer
+    released: tuple[int, ...] = ()  # what it has let go; saying so again does nothing
+    text: bytes = b""  # of a state
 
 
 def pack_stored(stored: Stored) -> bytes:
@@ -63,7 +66,7 @@ def pack_stored(stored: Stored) -> bytes:
 
 def unpack_stored(message: bytes) -> Stored:
     """Unpack it."""
-    return Stored(*_STORED.unpack(message)[1:])
+    return Stored._make(_STORED.unpack(message)[1:])
 
 
 def pack_epoch(request: int, number: int) -> bytes:
@@ -77,17 +80,20 @@ def unpack_epoch(message: bytes) -> tuple[int, int]:
     return request, number
 
 
-def pack_request(kind: int, value: int, released: Sequence[int]) -> bytes:
+def pack_request(kind: int, value: int, number: int, released: Sequence[int], text: bytes = b"") -> bytes:
     """Pack a reader's message."""
-    return _REQUEST.pack(kind, value) + struct.pack(f"<{len(released)}q", *released)
+    count = len(released)
+    return _REQUEST.pack(kind, count, value, number) + struct.pack(f"<{count}q", *released) + text
 
 
 def unpack_request(message: bytes) -> Request:
     """Unpack it. Raises `ValueError` for anything else."""
-    count, rest = divmod(len(message) - _REQUEST.size, 8)
-    if rest or count < 0 or count > MOST_RELEASED:
-        raise ValueError(f"a request of {len(message):,} bytes")
-    kind, value = _REQUEST.unpack_from(message)
-    if not ASK <= kind <= LOAD or value < -1:
-        raise ValueError(f"a request of kind {kind}, with {value}")
-    return Request(kind, value, struct.unpack_from(f"<{count}q", message, _REQUEST.size))
+    begin, kind, count, value, number = _REQUEST.size, 0, 0, 0, 0
+    if len(message) >= begin:
+        kind, count, value, number = _REQUEST.unpack_from(message)
+    text = begin + 8 * count
+    if not ASK <= kind <= LOAD or value < -1 or len(message) < text or (kind != LOAD and len(message) > text):
+        raise ValueError(f"a request of {len(message):,} bytes, kind {kind}, with {value}")
+    return Request(
+        kind, value, number, struct.unpack_from(f"<{count}q", message, begin) if count else (), message[text:]
+    )

@@ -38,8 +38,8 @@ class Reader:
         self.active = self.waits = False
 
     def ask_next(self, asked: int) -> bool:
-        """It asks for its ``asked``-th batch; False if that is not the next one, or the one asked for."""
-        fits = not self.active or self.asked <= asked <= min(self.asked, self.sent) + 1
+        """It wants batches up to its ``asked``-th; False if it had more, or was not sent those before."""
+        fits = not self.active or self.asked <= asked <= self.sent + 1
         self.asked = asked
         return fits
 
@@ -94,6 +94,11 @@ class Roster:
     def active(self) -> list[Reader]:
         """Those in the running epoch."""
         return [reader for reader in self._all.values() if reader.active]
+
+    @property
+    def tell_every(self) -> int:
+        """Readers say how far they are with every so many batches; there are more in their window."""
+        return 1 if self.policy == "drop" else max(1, self.window // 2)
 
     # --- epochs
 

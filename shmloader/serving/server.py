@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 MOST_WINDOW = 32
 _KEPT = 16  # so many things may readers hold beside those in the window before they copy what they get
-_MOST_STATE_NBYTES = 64 << 20
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_S = 0.02
 
@@ -46,18 +45,24 @@ class _Connection:
         self.end = end
         self.reader: Reader | None = None
         self.deaf = False
-        self.requests = 0  # that are answered
-        self.ask = 0  # the number among them of the last `ASK`
+        self.ask = 0  # the number of its last request for an epoch
+        self._text = b""  # of a state that comes in pieces
+        self._rest_nbytes = 0  # that are still to come
 
     def greet(self, reader: Reader) -> None:
         """It has introduced itself."""
         self.reader = reader
 
-    def note(self, kind: int) -> None:
-        """Count a request that is answered."""
-        self.requests += 1
-        if kind == records.ASK:
-            self.ask = self.requests
+    def note_ask(self, number: int) -> None:
+        """It has asked for an epoch."""
+        self.ask = number
+
+    def add(self, piece: bytes, rest_nbytes: int) -> bytes | None:
+        """Take a piece of a state; returns all of it once there is no more to come."""
+        goes_on = self._rest_nbytes == rest_nbytes + len(piece)
+        self._text = self._text + piece if goes_on else piece
+        self._rest_nbytes = rest_nbytes
+        return None if rest_nbytes else self._text
 
     def let_go(self) -> None:
         """Listen to it no more."""
@@ -86,6 +91,7 @@ class Server:
         self._listener = listener
         listener.setblocking(False)
         self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._of_readers: dict[int, _Connection] = {}  # by the reader's number
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
         self._number = 0  # batches of this epoch so far
@@ -157,11 +163,8 @@ class Server:
         self._poller.register(end, select.POLLIN)
 
     def _receive(self, connection: _Connection) -> None:
-        message, fds = b"", list[int]()
         try:
-            message, fds, _, _ = socket.recv_fds(
-                connection.end, records.MOST_NBYTES, 1, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
+            message = connection.end.recv(records.MOST_NBYTES, socket.MSG_DONTWAIT)
         except (BlockingIOError, ConnectionResetError):  # reset: its last messages are still here
             return
         try:
@@ -170,7 +173,7 @@ class Server:
             elif connection.reader is None:
                 self._greet(connection, message)
             else:
-                self._answer(connection, connection.reader, records.unpack_request(message), fds)
+                self._answer(connection, connection.reader, records.unpack_request(message))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning(
                 "serve %r: nonsense from process %d: %s", self._name, peer_of(connection.end)[0], error
@@ -179,9 +182,6 @@ class Server:
                 self._end(connection)
             else:
                 self._let_go(connection, f"the server of {self._name!r} could not understand this process")
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def _greet(self, connection: _Connection, message: bytes) -> None:
         its = json.loads(message)
@@ -197,11 +197,12 @@ class Server:
             self._end(connection)
             return
         connection.greet(reader)
-        welcome = {"length": self._source.length, "window": self._roster.window}
+        self._of_readers[reader.number] = connection
+        welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
         connection.send(bytes([records.WELCOME]) + json.dumps(welcome).encode())
 
     def _connection_of(self, reader: Reader) -> _Connection:
-        return next(one for one in self._connections.values() if one.reader is reader)
+        return self._of_readers[reader.number]
 
     def _let_go(self, connection: _Connection, why: str) -> None:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
@@ -220,39 +221,36 @@ class Server:
         if connection.reader is not None:
             self._roster.remove(connection.reader)
             self._held.release_all(connection.reader.number)
+            del self._of_readers[connection.reader.number]
 
     # --- requests
 
-    def _answer(self, connection: _Connection, reader: Reader, request: Request, fds: list[int]) -> None:
+    def _answer(self, connection: _Connection, reader: Reader, request: Request) -> None:
         for seq in request.released:
-            if not self._held.release(seq, reader.number):
-                raise ValueError(f"it lets go {seq}, which it does not hold")
-        if request.kind in (records.ASK, records.STATE, records.LOAD):
-            connection.note(request.kind)
-        if request.kind == records.ASK:
-            reader.ask(None if request.value < 0 else request.value)
+            self._held.release(seq, reader.number)
+        kind, value = request.kind, request.value
+        if kind == records.NEXT:
+            if not reader.ask_next(value):
+                raise ValueError(f"it asks for batch {value} after {reader.asked}, and has {reader.sent}")
+        elif kind == records.ASK:
+            connection.note_ask(request.number)
+            reader.ask(None if value < 0 else value)
             if self._roster.joins_now(reader):
                 self._tell_of_epoch(connection)
-        elif request.kind == records.NEXT:
-            if not reader.ask_next(request.value):
-                raise ValueError(f"it asks for batch {request.value} after {reader.asked}")
-        elif request.kind == records.LEAVE:
+        elif kind == records.LEAVE:
             reader.leave()
-        else:
-            self._call(connection, reader, request, fds)
+        elif kind == records.STATE:
+            self._reply(connection, request.number, lambda: self._state(reader, value))
+        elif (text := connection.add(request.text, value)) is not None:
+            self._reply(connection, request.number, lambda: self._load(text))
 
-    def _call(self, connection: _Connection, reader: Reader, request: Request, fds: list[int]) -> None:
-        """Answer a request for a state, or to load one."""
+    def _reply(self, connection: _Connection, number: int, make: Callable[[], Any]) -> None:
+        """Send a reader what a function returns or raises."""
         try:
-            if request.kind == records.STATE:
-                item = self._source.store(self._state(reader, request.value))
-            else:
-                nbytes = min(request.value, _MOST_STATE_NBYTES)
-                self._load(os.pread(fds[0], nbytes, 0) if fds else b"")
-                item = self._source.store(None)
+            item = self._source.store(make())
         except Exception as error:  # noqa: BLE001 - the reader's
-            item = self._source.store_error(error, "Raised for a request of this process")
-        self._send(item, [connection], records.ANSWER, connection.requests)
+            item = self._source.store_error(error, f"Raised in process {os.getpid()}, which serves")
+        self._send(item, [connection], records.ANSWER, number)
 
     def _state(self, reader: Reader, taken: int) -> Any:
         if taken >= 0 and reader.epoch != self._roster.epoch:
@@ -315,9 +313,9 @@ class Server:
             reader.send()
         room = self._roster.window + 2 * len(self._roster) + _KEPT
         flags = records.COPY if len(self._held) >= min(room, MOST_WINDOW + _KEPT) else 0
-        self._send(item, [self._connection_of(reader) for reader in active], flags)
+        self._send(item, [self._connection_of(reader) for reader in active], flags, self._number)
 
-    def _send(self, item: Item, to: list[_Connection], flags: int, number: int = 0) -> None:
+    def _send(self, item: Item, to: list[_Connection], flags: int, number: int) -> None:
         """Send something to readers, which hold it from now on."""
         readers = [connection.reader.number for connection in to if connection.reader is not None]
         seq, place = self._held.add(item.anchor, readers), item.place
@@ -351,7 +349,7 @@ def serve(
     name: str,
     *,
     readers: int | None = None,
-    window: int = 2,
+    window: int = 4,
     policy: Policy = "wait",
     epochs: int | None = None,
     job: str | None = None,
