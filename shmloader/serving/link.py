@@ -32,11 +32,11 @@ class Link:
         self._end, self.pid = meeting.connect(name, timeout_s)
         try:
             about = meeting.introduction(job) | {"join": join}
-            self.welcome = meeting.greet(self._end, self.pid, name, about)
+            self.welcome, fd = meeting.greet(self._end, self.pid, name, about)
         except BaseException:
             self._end.close()
             raise
-        self.slots = MappedSlots()
+        self.slots = MappedSlots(fd)
         self._decoder = Decoder()
         self._owner_pid = os.getpid()
         self._requests = 0
@@ -138,24 +138,25 @@ class Link:
         """Wait for a message, and note it."""
         if self._closed is not None:
             raise self._closed
-        fds: list[int] = []
         try:
             message = self._end.recv(records.MOST_NBYTES, socket.MSG_PEEK)
             if message and message[0] == records.EPOCH:  # a second look would double its descriptors
                 with HeldInterrupts():
-                    message, fds, _, _ = socket.recv_fds(self._end, records.MOST_NBYTES, 2)
-                    self._begin(message, fds)
+                    message, fds, flags, _ = socket.recv_fds(
+                        self._end, records.MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                    self._begin(message, fds, is_short=bool(flags & socket.MSG_CTRUNC))
                 return
             self._note(message)
             self._end.recv(records.MOST_NBYTES)
         except ConnectionResetError:  # it has not read all before its end; what it has sent is still here
             return
 
-    def _begin(self, message: bytes, fds: list[int]) -> None:
-        request, number = records.unpack_epoch(message)
-        if not fds:
-            self._closed = LoaderError(f"{self.name!r}: this process may not open more files (ulimit -n)")
+    def _begin(self, message: bytes, fds: list[int], *, is_short: bool) -> None:
+        if is_short:
+            self._closed = meeting.no_descriptor(self.name)
             return
+        request, number = records.unpack_epoch(message)
         self.slots.begin(fds)
         self._epoch_here, self._answers[request] = request, number
 

@@ -38,6 +38,10 @@ class _Slots:
             extent = self._extents[slot] = self.segment.map(slot, nbytes, private=True)
         return extent
 
+    def is_of(self, fd: int) -> bool:
+        """Whether a descriptor is of the same segment."""
+        return os.path.sameopenfile(self.segment.fileno(), fd)
+
 
 class MappedSlots:
     """Leases what a server has stored. A batch that this process holds never changes, whatever others do.
@@ -46,8 +50,8 @@ class MappedSlots:
     that a call that was cut short can be made again.
     """
 
-    def __init__(self) -> None:
-        self._own: _Slots | None = None  # of the server's own segment
+    def __init__(self, fd: int) -> None:
+        self._own = _Slots(fd)  # of the server's own segment
         self._batches: _Slots | None = None  # of its iterator's
         self._pages = PrivatePages()
         self._leases: dict[int, _Lease] = {}  # by ``seq``
@@ -62,10 +66,14 @@ class MappedSlots:
         return len(self._leases) - len(self._ended)
 
     def begin(self, fds: list[int]) -> None:
-        """Take the descriptors of the segments of an epoch, which are this object's from now on."""
-        self._own = _same_or_new(self._own, fds[0])
-        for fd in fds[1:]:
-            self._batches = _same_or_new(self._batches, fd)
+        """Take the descriptor of an epoch's segment, if it has one; it is this object's from now on."""
+        for fd in fds:
+            if self._batches is None or not self._batches.is_of(fd):
+                if self._batches is not None:
+                    self._batches.segment.close()
+                self._batches = _Slots(fd)
+            else:
+                os.close(fd)
 
     def lease(self, stored: Stored) -> tuple[ByteArray, bytes]:
         """The memory and the header of something stored; it is held until the last view is gone.
@@ -122,15 +130,4 @@ class MappedSlots:
         for slots in (self._own, self._batches):
             if slots is not None:
                 slots.segment.close()
-        self._own = self._batches = None
         self._pages.close()
-
-
-def _same_or_new(slots: _Slots | None, fd: int) -> _Slots:
-    """The slots as they are mapped, if a descriptor is of the same segment."""
-    if slots is not None:
-        if os.path.sameopenfile(slots.segment.fileno(), fd):
-            os.close(fd)
-            return slots
-        slots.segment.close()
-    return _Slots(fd)

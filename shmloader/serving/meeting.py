@@ -112,12 +112,18 @@ def connect(name: str, timeout_s: float) -> tuple[socket.socket, int]:
     return connection, pid
 
 
-def greet(connection: socket.socket, pid: int, name: str, about: dict[str, Any]) -> dict[str, Any]:
-    """Introduce this process to a server; returns its answer. Raises `LoaderError` if it refuses."""
+def greet(
+    connection: socket.socket, pid: int, name: str, about: dict[str, Any]
+) -> tuple[dict[str, Any], int]:
+    """Introduce this process to a server; returns its answer, and the descriptor of its segment.
+
+    Raises `LoaderError` if it refuses.
+    """
     connection.settimeout(_ANSWER_S)
+    fds: list[int] = []
     try:
         connection.send(json.dumps(about).encode())
-        answer = connection.recv(MOST_NBYTES)
+        answer, fds, _, _ = socket.recv_fds(connection, MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
     except TimeoutError:
         raise ShareTimeout(
             f"process {pid}, which serves {name!r}, has not answered for {_ANSWER_S:g} s"
@@ -129,8 +135,14 @@ def greet(connection: socket.socket, pid: int, name: str, about: dict[str, Any])
         raise ServerDied(f"process {pid}, which serves {name!r}, has ended before it answered", pid=pid)
     if answer[0] == REFUSED:
         raise LoaderError(answer[1:].decode())
-    welcome: dict[str, Any] = json.loads(answer[1:])
-    return welcome
+    if not fds:
+        raise no_descriptor(name)
+    return json.loads(answer[1:]), fds[0]
+
+
+def no_descriptor(name: str) -> LoaderError:
+    """The error of a process to which no descriptor could be sent."""
+    return LoaderError(f"{name!r}: this process may not open more files (ulimit -n)")
 
 
 def _address(name: str) -> str:

@@ -69,14 +69,16 @@ class _Connection:
         self.deaf = True
 
     def send(self, message: bytes, fds: list[int] | None = None) -> bool:
-        """Send a message; False if it is gone, or does not read what it was sent."""
+        """Send a message; False if the reader does not read. Its end, if it is gone, is noticed elsewhere."""
         try:
             if fds is None:
                 self.end.send(message, socket.MSG_DONTWAIT)
             else:
                 socket.send_fds(self.end, [message], fds, socket.MSG_DONTWAIT)
-        except OSError:
+        except BlockingIOError:
             return False
+        except OSError:
+            pass
         return True
 
 
@@ -199,7 +201,7 @@ class Server:
         connection.greet(reader)
         self._of_readers[reader.number] = connection
         welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
-        connection.send(bytes([records.WELCOME]) + json.dumps(welcome).encode())
+        connection.send(bytes([records.WELCOME]) + json.dumps(welcome).encode(), [self._source.fd])
 
     def _connection_of(self, reader: Reader) -> _Connection:
         return self._of_readers[reader.number]
@@ -295,7 +297,7 @@ class Server:
             self._tell_of_epoch(self._connection_of(reader))
 
     def _tell_of_epoch(self, connection: _Connection) -> None:
-        connection.send(records.pack_epoch(connection.ask, self._number), self._source.fds)
+        connection.send(records.pack_epoch(connection.ask, self._number), self._source.epoch_fds)
 
     def _make_batch(self) -> None:
         try:

@@ -67,12 +67,16 @@ class Source:
         return None
 
     @property
-    def fds(self) -> list[int]:
-        """Descriptors of the segments: the server's own, and the iterator's if it has one."""
-        segments = [self._own.segment]
-        if isinstance(self._iterator, SlotIterator):
-            segments.append(self._iterator.table.segment)
-        return [segment.fileno() for segment in segments if segment.fileno() >= 0]
+    def fd(self) -> int:
+        """The descriptor of the server's own segment."""
+        return self._own.segment.fileno()
+
+    @property
+    def epoch_fds(self) -> list[int]:
+        """The descriptor of the iterator's segment, if it has one."""
+        iterator = self._iterator
+        fd = iterator.table.segment.fileno() if isinstance(iterator, SlotIterator) else -1
+        return [fd] if fd >= 0 else []
 
     # --- batches
 
