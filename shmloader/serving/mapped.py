@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 
 import numpy as np
 
@@ -18,9 +17,8 @@ from shmloader.slots import ByteArray
 class _Lease(weakref.ref[ByteArray]):
     """This process's right to read something until its anchor dies, as `slots.place.Lease` is one."""
 
-    __slots__ = ("extent", "seq")
+    __slots__ = ("extent",)
 
-    seq: int
     extent: Extent
 
 
@@ -55,7 +53,6 @@ class MappedSlots:
         self._batches: _Slots | None = None  # of its iterator's
         self._pages = PrivatePages()
         self._leases: dict[int, _Lease] = {}  # by ``seq``
-        self._ended: deque[_Lease] = deque()
         self._released: list[int] = []  # of which the server has to be told
         self._last: tuple[int, ByteArray] | None = None  # ``seq`` and anchor
         self.copies = 0
@@ -63,7 +60,7 @@ class MappedSlots:
     @property
     def held(self) -> int:
         """The number of batches that this process holds in shared memory."""
-        return len(self._leases) - len(self._ended)
+        return sum(lease() is not None for lease in list(self._leases.values()))
 
     def begin(self, fds: list[int]) -> None:
         """Take the descriptor of an epoch's segment, if it has one; it is this object's from now on."""
@@ -95,8 +92,8 @@ class MappedSlots:
             self.copies += 1
             return anchor, header
         anchor = np.ndarray(stored.nbytes, np.uint8, extent.buffer)
-        lease = _Lease(anchor, self._ended.append)
-        lease.seq, lease.extent = stored.seq, extent
+        lease = _Lease(anchor)
+        lease.extent = extent
         if not stored.flags & ANSWER:
             self._last = stored.seq, anchor
         self._leases[stored.seq] = lease
@@ -113,11 +110,10 @@ class MappedSlots:
 
     def released(self) -> list[int]:
         """What was let go; who has told the server takes it out. What was written to it is undone."""
-        while self._ended:
-            lease = self._ended.popleft()
-            if self._leases.pop(lease.seq, None) is not None:
-                self._pages.drop(lease.extent)
-                self._released.append(lease.seq)
+        for seq in [seq for seq, lease in self._leases.items() if lease() is None]:
+            self._pages.drop(self._leases[seq].extent)
+            self._released.append(seq)
+            del self._leases[seq]
         return self._released
 
     def close(self) -> None:

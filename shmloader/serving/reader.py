@@ -45,8 +45,6 @@ class AttachedLoader:
         self._wants = -1  # the epoch's number
         self._iterator: weakref.ref[AttachedIterator] | None = None
         self._batches = self._wait_ns = 0
-        self._finalizer = weakref.finalize(self, link.close)
-        self._finalizer.atexit = False  # the process's end does it
 
     def __len__(self) -> int:
         length: int | None = self._link.welcome["length"]
@@ -116,10 +114,14 @@ class AttachedLoader:
         self._wait_ns += waited_ns
         return batch
 
+    def __del__(self) -> None:
+        if "_link" in vars(self):  # a constructor may have raised
+            self._link.close()
+
     def close(self) -> None:
         """Leave the server. Batches that the program holds stay valid: they become private memory."""
         with self._lock:
-            self._finalizer()
+            self._link.close()
 
     def __enter__(self) -> Self:
         """Use as ``with attach(...) as loader:``: `close` is called at the block's end."""

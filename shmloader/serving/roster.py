@@ -129,8 +129,11 @@ class Roster:
         return ended
 
     def joins_now(self, reader: Reader) -> bool:
-        """Let a reader that waits enter the running epoch, if it wants that, with the batch that is next."""
-        if not (self.running and reader.join == "now" and reader.waits and self.active()):
+        """Let a reader that waits enter the running epoch with the next batch, if it wants that.
+
+        One that has left this epoch waits for the next one.
+        """
+        if reader.join != "now" or reader.epoch == self.epoch or not (self.running and self.active()):
             return False
         reader.begin(self.epoch)
         return True
