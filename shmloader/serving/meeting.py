@@ -6,6 +6,7 @@ server, so none is ever stale, and tells each side the other one's process and u
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -120,16 +121,18 @@ def greet(
     Raises `LoaderError` if it refuses.
     """
     connection.settimeout(_ANSWER_S)
-    fds: list[int] = []
+    answer, fds = b"", list[int]()
     try:
-        connection.send(json.dumps(about).encode())
-        answer, fds, _, _ = socket.recv_fds(connection, MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        with contextlib.suppress(BrokenPipeError):  # it has refused already
+            connection.send(json.dumps(about).encode())
+        for _ in range(2):  # the first may say only that it has ended without reading; what it said is here
+            with contextlib.suppress(ConnectionResetError):
+                answer, fds, _, _ = socket.recv_fds(connection, MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                break
     except TimeoutError:
         raise ShareTimeout(
             f"process {pid}, which serves {name!r}, has not answered for {_ANSWER_S:g} s"
         ) from None
-    except ConnectionError:
-        answer = b""
     connection.settimeout(None)
     if not answer:
         raise ServerDied(f"process {pid}, which serves {name!r}, has ended before it answered", pid=pid)

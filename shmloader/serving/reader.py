@@ -29,6 +29,9 @@ class ReaderStatistics(NamedTuple):
     server_pid: int
 
 
+_kept: list[Link] = []  # whose batches could not be moved to private memory
+
+
 class AttachedLoader:
     """A loader over the batches that another process makes: see `attach`.
 
@@ -115,8 +118,10 @@ class AttachedLoader:
         return batch
 
     def __del__(self) -> None:
-        if "_link" in vars(self):  # a constructor may have raised
+        try:
             self._link.close()
+        except SharedMemoryExhausted:
+            _kept.append(self._link)  # else batches that the program holds would change
 
     def close(self) -> None:
         """Leave the server. Batches that the program holds stay valid: they become private memory."""

@@ -106,10 +106,10 @@ class Roster:
         """Whether the next epoch begins: nobody is in one, and all that took part before ask for it."""
         if not self._complete or self.active() or not any(reader.waits for reader in self._all.values()):
             return False
-        first = self.readers is not None and self.epoch < 0
-        return self.policy == "drop" or all(
-            reader.waits for reader in self._all.values() if first or reader.epoch >= 0
-        )
+        if self.readers is not None and self.epoch < 0:
+            return all(reader.waits for reader in self._all.values())
+        before = (reader for reader in self._all.values() if reader.epoch >= 0)
+        return self.policy == "drop" or all(reader.waits for reader in before)
 
     def begin_epoch(self) -> list[Reader]:
         """Begin it; returns the readers that are in it."""

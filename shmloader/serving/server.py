@@ -24,6 +24,7 @@ from typing import Any
 from shmloader.errors import LoaderError, ResumeError
 from shmloader.host_sockets import not_inherited
 from shmloader.serving import meeting, records
+from shmloader.serving.connection import Connection
 from shmloader.serving.held import Held
 from shmloader.serving.records import Request, Stored
 from shmloader.serving.roster import Join, Policy, Reader, Roster
@@ -38,50 +39,6 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_S = 0.02
 
 
-class _Connection:
-    """A reader's connection. `reader` is None before it has greeted; it is deaf once it is let go."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self.reader: Reader | None = None
-        self.deaf = False
-        self.ask = 0  # the number of its last request for an epoch
-        self._text = b""  # of a state that comes in pieces
-        self._rest_nbytes = 0  # that are still to come
-
-    def greet(self, reader: Reader) -> None:
-        """It has introduced itself."""
-        self.reader = reader
-
-    def note_ask(self, number: int) -> None:
-        """It has asked for an epoch."""
-        self.ask = number
-
-    def add(self, piece: bytes, rest_nbytes: int) -> bytes | None:
-        """Take a piece of a state; returns all of it once there is no more to come."""
-        goes_on = self._rest_nbytes == rest_nbytes + len(piece)
-        self._text = self._text + piece if goes_on else piece
-        self._rest_nbytes = rest_nbytes
-        return None if rest_nbytes else self._text
-
-    def let_go(self) -> None:
-        """Listen to it no more."""
-        self.deaf = True
-
-    def send(self, message: bytes, fds: list[int] | None = None) -> bool:
-        """Send a message; False if the reader does not read. Its end, if it is gone, is noticed elsewhere."""
-        try:
-            if fds is None:
-                self.end.send(message, socket.MSG_DONTWAIT)
-            else:
-                socket.send_fds(self.end, [message], fds, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
-
-
 class Server:
     """Serves one loader at one name; see `serve`."""
 
@@ -92,8 +49,8 @@ class Server:
         self._held = Held()
         self._listener = listener
         listener.setblocking(False)
-        self._connections: dict[int, _Connection] = {}  # by descriptor
-        self._of_readers: dict[int, _Connection] = {}  # by the reader's number
+        self._connections: dict[int, Connection] = {}  # by descriptor
+        self._of_readers: dict[int, Connection] = {}  # by the reader's number
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
         self._number = 0  # batches of this epoch so far
@@ -154,7 +111,7 @@ class Server:
                 time.sleep(_RETRY_S)  # it stays in the queue until a descriptor is free
             return
         pid, uid = peer_of(end)
-        connection = _Connection(not_inherited(end))
+        connection = Connection(not_inherited(end))
         if uid != os.geteuid():
             why = f"{self._name!r} is served to processes of user {os.geteuid()} only; this one is user {uid}"
             connection.send(bytes([records.REFUSED]) + why.encode())
@@ -164,7 +121,7 @@ class Server:
         self._connections[end.fileno()] = connection
         self._poller.register(end, select.POLLIN)
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         try:
             message = connection.end.recv(records.MOST_NBYTES, socket.MSG_DONTWAIT)
         except (BlockingIOError, ConnectionResetError):  # reset: its last messages are still here
@@ -185,7 +142,7 @@ class Server:
             else:
                 self._let_go(connection, f"the server of {self._name!r} could not understand this process")
 
-    def _greet(self, connection: _Connection, message: bytes) -> None:
+    def _greet(self, connection: Connection, message: bytes) -> None:
         its = json.loads(message)
         why, reader = meeting.why_refused(self._about, its, self._name), None
         if why is None:
@@ -203,10 +160,10 @@ class Server:
         welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
         connection.send(bytes([records.WELCOME]) + json.dumps(welcome).encode(), [self._source.fd])
 
-    def _connection_of(self, reader: Reader) -> _Connection:
+    def _connection_of(self, reader: Reader) -> Connection:
         return self._of_readers[reader.number]
 
-    def _let_go(self, connection: _Connection, why: str) -> None:
+    def _let_go(self, connection: Connection, why: str) -> None:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         if connection.reader is not None:
             _log.warning("serve %r: process %d: %s", self._name, connection.reader.pid, why)
@@ -215,7 +172,7 @@ class Server:
         connection.let_go()
         self._poller.modify(connection.end, 0)  # its end is still reported
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: Connection) -> None:
         """A connection has ended: nothing reads what its reader held."""
         self._poller.unregister(connection.end)
         del self._connections[connection.end.fileno()]
@@ -227,7 +184,7 @@ class Server:
 
     # --- requests
 
-    def _answer(self, connection: _Connection, reader: Reader, request: Request) -> None:
+    def _answer(self, connection: Connection, reader: Reader, request: Request) -> None:
         for seq in request.released:
             self._held.release(seq, reader.number)
         kind, value = request.kind, request.value
@@ -246,7 +203,7 @@ class Server:
         elif (text := connection.add(request.text, value)) is not None:
             self._reply(connection, request.number, lambda: self._load(text))
 
-    def _reply(self, connection: _Connection, number: int, make: Callable[[], Any]) -> None:
+    def _reply(self, connection: Connection, number: int, make: Callable[[], Any]) -> None:
         """Send a reader what a function returns or raises."""
         try:
             item = self._source.store(make())
@@ -296,7 +253,7 @@ class Server:
         for reader in self._roster.begin_epoch():
             self._tell_of_epoch(self._connection_of(reader))
 
-    def _tell_of_epoch(self, connection: _Connection) -> None:
+    def _tell_of_epoch(self, connection: Connection) -> None:
         connection.send(records.pack_epoch(connection.ask, self._number), self._source.epoch_fds)
 
     def _make_batch(self) -> None:
@@ -317,7 +274,7 @@ class Server:
         flags = records.COPY if len(self._held) >= min(room, MOST_WINDOW + _KEPT) else 0
         self._send(item, [self._connection_of(reader) for reader in active], flags, self._number)
 
-    def _send(self, item: Item, to: list[_Connection], flags: int, number: int) -> None:
+    def _send(self, item: Item, to: list[Connection], flags: int, number: int) -> None:
         """Send something to readers, which hold it from now on."""
         readers = [connection.reader.number for connection in to if connection.reader is not None]
         seq, place = self._held.add(item.anchor, readers), item.place

@@ -371,8 +371,11 @@ def test_nothing_is_lost_where_ctrl_c_comes_at_any_moment() -> None:
     make = functools.partial(numbers, dataset=Numbers(1200))
     expected = epochs_of(make(), 1)[0]
     came, got, random = 0, list[Any](), torch.Generator().manual_seed(1)
+    over = False
 
     def interrupt(number: int, frame: Any) -> None:
+        if over:
+            return
         signal.setitimer(signal.ITIMER_REAL, 1e-5 + 2e-3 * torch.rand(1, generator=random).item())
         if frame is not None and "/serving/" in frame.f_code.co_filename:  # inside of next()
             nonlocal came
@@ -391,6 +394,7 @@ def test_nothing_is_lost_where_ctrl_c_comes_at_any_moment() -> None:
             except StopIteration:
                 break
             got.append(batch)
+        over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         assert [plain(batch) for batch in got] == expected

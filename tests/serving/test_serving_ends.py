@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -218,6 +219,7 @@ def test_a_name_whose_server_was_killed_is_free_again() -> None:
 
 def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with served_by_thread(numbers(0), readers=1) as name:
+        meeting.connect(name, WAIT_S)[0].close()  # the server has begun
         with monkeypatch.context() as patched:
             patched.setattr(meeting, "PROTOCOL", 99)
             with pytest.raises(shmloader.LoaderError, match="protocol 1 there and 99 here"):
@@ -312,14 +314,20 @@ def speak(address: str, *messages: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(address)
         end.settimeout(2)
-        said = b""
-        try:
-            for message in messages:
+        said, ends = b"", 0
+        for message in messages:
+            with contextlib.suppress(BrokenPipeError):
                 end.send(message)
-            while part := end.recv(1 << 16):
-                said += part
-        except OSError:
-            pass
+        while ends < 2:
+            try:
+                part = end.recv(1 << 16)
+            except ConnectionResetError:  # once, if it has not read all; what it said is still here
+                part, ends = b"", ends + 1
+                continue
+            except TimeoutError:
+                break
+            said += part
+            ends += 2 * (not part)
         return said
 
 

@@ -335,7 +335,12 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+_LONG = {"two epochs", "one leaves"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in _LONG)) for name in SETTINGS]
+)
 def test_nothing_breaks_in_any_interleaving(name: str) -> None:
     states, broken = explore(SETTINGS[name])
     assert not broken
