@@ -19,6 +19,7 @@ from serving_programs import (
     WAIT_S,
     Numbers,
     Raising,
+    new_name,
     numbers,
     plain,
     served,
@@ -28,6 +29,7 @@ from serving_programs import (
 
 import shmloader
 from shmloader.memory.private_pages import PrivatePages
+from shmloader.serving import meeting
 
 
 def epochs_of(loader: Any, epochs: int = 2) -> list[list[Any]]:
@@ -410,3 +412,58 @@ def test_a_batch_is_not_read_before_its_time() -> None:
         time.sleep(0.3)
         assert loader.statistics().batches <= 4
         assert len(list(itertools.islice(batches, 10))) == 10
+
+
+def test_batches_lie_in_the_slots_that_workers_wrote() -> None:
+    loader = numbers(persistent_workers=True)
+    with served_by_thread(loader, readers=1) as name, shmloader.attach(name) as reader:
+        held = list(itertools.islice(reader, 5))
+        assert loader.statistics().slots_leased >= len(held)
+
+
+@pytest.mark.parametrize("ends", ["close", "leave"])
+def test_what_is_held_stays_where_its_reader_ends_and_another_goes_on(ends: str) -> None:
+    loader = numbers(dataset=Numbers(400), persistent_workers=True, shuffle=False)
+    with (
+        served_by_thread(loader, readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        batches, others = iter(one), iter(other)
+        held = [batch for _, batch in zip(itertools.islice(others, 3), batches, strict=False)][-1:]
+        right = plain(held)
+        if ends == "close":
+            one.close()
+        else:
+            del batches
+        assert len(list(others)) == 97
+        assert plain(held) == right
+        del held
+
+
+def test_one_that_leaves_waits_for_the_next_epoch_also_if_it_joins_now() -> None:
+    with served_by_thread(numbers(dataset=Numbers(80), shuffle=False), epochs=2) as name:
+        one, now = shmloader.attach(name), shmloader.attach(name, join="now")
+        batches = iter(one)
+        next(batches)
+        entered = iter(now)
+        next(batches)
+        next(entered)
+        entered = iter(now)
+        assert len(list(batches)) > 10
+        batches = iter(one)
+        assert [next(each)["index"].tolist() for each in (batches, entered)] == [[0, 1, 2, 3]] * 2
+        one.close()
+        now.close()
+
+
+def test_a_forked_child_does_not_keep_a_name() -> None:
+    name = new_name()
+    listener = meeting.listen(name)
+    child = multiprocessing.Process(target=time.sleep, args=(WAIT_S,))
+    child.start()
+    listener.close()
+    meeting.listen(name).close()
+    child.kill()
+    child.join()
+    child.close()
