@@ -7,7 +7,6 @@ Roster: who may have how many  ◀── NEXT, ASK, LEAVE ────┘ maps t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -17,9 +16,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from shmloader.errors import LoaderError, ResumeError
 from shmloader.host_sockets import not_inherited
@@ -56,9 +55,10 @@ class Server:
         self._number = 0  # batches of this epoch so far
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
 
-    def run(self, epochs: int | None) -> None:
-        """Serve until all is over: see `serve`."""
+    def run(self, epochs: int | None, check: Callable[[], None]) -> None:
+        """Serve until all is over, see `serve`, or ``check`` raises."""
         while not self._is_over(epochs):
+            check()
             # Without a wait as long as anything can go on: its turn may come by what was done, not said.
             self._look(0 if self._go_on(epochs) else None)
 
@@ -354,10 +354,10 @@ def serve(
         raise ValueError(f"readers is 1 or more, or None, and got {readers}")
     about, listener = meeting.introduction(job), meeting.listen(name)
     why = f"process {os.getpid()}, which served {name!r}, has ended"
-    with listener, _terminated_by_signal():
+    with listener, _Termination() as termination:
         server = Server(Source(loader), name, Roster(readers, window, policy), about, listener)
         try:
-            server.run(epochs)
+            server.run(epochs, termination.check)
         except BaseException as error:
             why += f": {type(error).__name__}"
             raise
@@ -365,19 +365,31 @@ def serve(
             server.close(why)
 
 
-@contextlib.contextmanager
-def _terminated_by_signal() -> Iterator[None]:
-    """Let SIGTERM end the block by `SystemExit`, unless the program handles it."""
-    here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+class _Termination:
+    """Lets SIGTERM end a block by `SystemExit`, unless the program handles it.
 
-    def end(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    An exception in a destructor is lost: so the signal is noted, too, and `check` raises it again.
+    """
 
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def __init__(self) -> None:
+        self._number = 0
+        here = threading.current_thread() is threading.main_thread()
+        self._handles = here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        self._number = number
+        self.check()
+
+    def check(self) -> None:
+        """Raise `SystemExit` if the signal has come."""
+        if self._number:
+            raise SystemExit(128 + self._number)
+
+    def __enter__(self) -> Self:
+        if self._handles:
+            signal.signal(signal.SIGTERM, self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handles:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

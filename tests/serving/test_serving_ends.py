@@ -33,7 +33,7 @@ import shmloader
 from shmloader.serving import meeting, records
 
 NOBODY = 65534
-KILLS = 500 if os.environ.get("SHMLOADER_LONG") == "1" else 8
+KILLS = 500 if os.environ.get("SHMLOADER_LONG") == "1" else 6
 
 
 def epoch_of(loader: Any) -> list[Any]:
@@ -385,3 +385,25 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
         silent.send(records.pack_request(records.ASK, -1, 1, []))
         with shmloader.attach(name, join="now") as reader:
             assert len(list(reader)) > 8
+
+
+class Terminated:
+    """A loader that gets SIGTERM in a destructor, where an exception is lost."""
+
+    def __iter__(self) -> Any:
+        self.dies = Terminated.Dies()
+        del self.dies
+        return iter(range(4))
+
+    class Dies:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)  # the handler runs here
+
+
+def test_a_signal_whose_exception_is_lost_ends_the_server_as_well() -> None:
+    with served(Terminated, fails=True) as (name, process), shmloader.attach(name) as reader:
+        with pytest.raises(shmloader.LoaderClosed, match="SystemExit"):
+            list(reader)
+        process.join(WAIT_S)
+        assert process.exitcode == 128 + signal.SIGTERM
