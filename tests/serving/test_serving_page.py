@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> tuple[Path, str]:
     """The page's files, with a name for the loader that no other test has."""
     name = new_name()
     for file, code in re.findall(
-        r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+        r"^```py(?:thon)?\n# (\w+\.py)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
     ):
         (tmp_path / file).write_text(code.replace('"images"', repr(name)))
     return tmp_path, name
