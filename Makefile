@@ -28,7 +28,7 @@ MATRIX_ARGS ?=
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
-SLOW := bench cli robustness order workers \
+SLOW := bench cli robustness order serving workers \
 	loader/test_endings.py loader/test_lifecycle.py loader/test_statistics_table.py parity/test_other_torch.py \
 	slots/test_limits.py slots/test_mapping.py slots/test_missing_platform.py store/test_mapped_files.py
 FAST := -k 'not spawn and not forkserver and not program and not interpreter' \

@@ -20,6 +20,7 @@ from shmloader.errors import (
     PeerDied,
     QueueClosed,
     ResumeError,
+    ServerDied,
     SharedMemoryExhausted,
     ShareTimeout,
     SlotCorrupted,
@@ -47,10 +48,13 @@ from shmloader.worker.collate import collate_packed, empty
 if TYPE_CHECKING:
     from shmloader.channel.queue import Queue, wait
     from shmloader.channel.stage import OwnProcess
+    from shmloader.serving import attach, serve
 
 _IMPORTED_WHEN_USED = {
     "OwnProcess": "channel.stage",
     "Queue": "channel.queue",
+    "attach": "serving",
+    "serve": "serving",
     "wait": "channel.queue",
 }
 
@@ -58,7 +62,9 @@ _IMPORTED_WHEN_USED = {
 def __getattr__(name: str) -> Any:
     if name not in _IMPORTED_WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_IMPORTED_WHEN_USED[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_IMPORTED_WHEN_USED[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value
 
 
 if os.environ.get("SHMLOADER_PROFILE"):
@@ -91,6 +97,7 @@ __all__ = [
     "Queue",
     "QueueClosed",
     "ResumeError",
+    "ServerDied",
     "ShardedSampler",
     "ShareTimeout",
     "SharedMemoryExhausted",
@@ -102,9 +109,11 @@ __all__ = [
     "WorkerStartError",
     "WorkerTimeout",
     "__version__",
+    "attach",
     "collate_packed",
     "empty",
     "install",
+    "serve",
     "set_epoch",
     "share",
     "share_on_host",

@@ -119,7 +119,19 @@ class ArchiveError(ValueError):
 
 
 class ShareTimeout(LoaderError, TimeoutError):
-    """The process that builds an object for all ranks of a host was not done in time."""
+    """The process that builds an object, or serves a loader, for others of a host was not ready in time."""
+
+
+class ServerDied(LoaderError):
+    """The process that serves a loader to this one has ended.
+
+    Attributes:
+        pid: Its process id.
+    """
+
+    def __init__(self, message: str, *, pid: int = -1) -> None:
+        super().__init__(message)
+        self.pid = pid
 
 
 _OF_THE_LOADER = ("shmloader.", "torch.utils.data.")

@@ -203,6 +203,10 @@ class SlotIterator(torch_private.OwnOrder):
             self._stream.share_seed(self._shared_seed)
         return batches if self._recorder is None else self._recorder.time_sampler(batches)
 
+    def decode_with(self, decoder: Decoder) -> None:
+        """Have another decoder, which sees the memory of each batch, read the batches from now on."""
+        self._decoder = decoder
+
     def set_epoch(self, epoch: int, states: GlobalStates) -> None:
         """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
         if self._persistent_workers:  # others get the dataset as it is then

@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": "say whether loading works on this host, what to change, and what to configure",
     "memory": "show who in a training program has how much memory, how it grows, and why",
     "profile": "measure where the time of a program's loaders goes, and say what holds them up",
+    "serve": "make the batches of one loader for several programs of this host",
     "top": "show the figures of a program that runs under `profile`, live",
     "bench": "compare loaders with each other and with the limit of this machine",
 }

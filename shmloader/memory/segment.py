@@ -12,7 +12,7 @@ from shmloader.errors import SharedMemoryExhausted
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory.huge_pages import take_huge_pages
 from shmloader.memory.limits import check_headroom, exhausted
-from shmloader.memory.mapping import HUGE_NBYTES, Extent, libc, whole_pages
+from shmloader.memory.mapping import HUGE_NBYTES, MAP_NORESERVE, Extent, libc, whole_pages
 
 SLOT_STRIDE = 1 << 38
 """Bytes between the starts of two slots in one memfd: address space of a sparse file, not memory."""
@@ -86,9 +86,17 @@ class Segment:
             raise exhausted(failed, nbytes, code=error.errno) from error
         return nbytes
 
-    def map(self, slot: int, nbytes: int) -> Extent:
-        """Map a slot that was reserved, by this process or another one, if there is address space for it."""
-        return Extent(nbytes, mmap.MAP_SHARED, self._descriptor.fd, slot * SLOT_STRIDE)
+    def map(self, slot: int, nbytes: int, *, private: bool = False) -> Extent:
+        """Map a slot that was reserved, by this process or another one, if there is address space for it.
+
+        With ``private``, what is written to the mapping stays in this process.
+        """
+        flags = mmap.MAP_PRIVATE | MAP_NORESERVE if private else mmap.MAP_SHARED
+        return Extent(nbytes, flags, self._descriptor.fd, slot * SLOT_STRIDE)
+
+    def fileno(self) -> int:
+        """The descriptor, to be sent to another process."""
+        return self._descriptor.fd
 
     def discard(self, slot: int, nbytes: int, kept_nbytes: int = 0) -> None:
         """Give back a slot's memory, which nothing reads, but for its first ``kept_nbytes`` (whole pages)."""

@@ -76,6 +76,11 @@ class SlotMemory:
             place.set_extent(extent)
         return extent
 
+    def leased_to(self, anchor: ByteArray) -> Place | None:
+        """The place that is leased to an anchor; None if that is private memory, of a batch that spilled."""
+        leased = (place for place in self.places if (lease := place.lease) is not None and lease() is anchor)
+        return next(leased, None)
+
     def _make_ready(self, place: Place) -> Extent:
         """Map a slot that is about to be leased, and show it to the guard.
 

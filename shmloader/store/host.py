@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmloader.errors import LoaderError, ShareTimeout
 from shmloader.failures.exceptions import capture, restore
+from shmloader.host_sockets import bind
 from shmloader.store import host_server, share
 from shmloader.store.handles import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, MOST_FDS
@@ -45,7 +46,6 @@ _PROTOCOL = 2
 _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
 _RETRY_S = 0.005
 
-_listening: set[socket.socket] = set()  # held while this process builds
 _building = threading.local()  # the names that this thread is building
 _kept: list[_Hold] = []  # of objects without any shared memory whose end could be waited for
 
@@ -101,7 +101,7 @@ def share_on_host(
     deadline_s = time.monotonic() + timeout_s
     with _never_within_itself(name):
         while True:
-            listener = _bind(address)
+            listener = bind(address)
             if listener is not None:
                 return _build_and_hand_over(build, name, listener, way)
             answer = _ask(address, name, deadline_s, timeout_s)
@@ -143,32 +143,6 @@ def _never_within_itself(name: str) -> Iterator[None]:
 # The process that builds.
 
 
-def _bind(address: str) -> socket.socket | None:
-    """Take the name, and with it the right to build; None if another process has it."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise
-    _listening.add(listener)
-    return listener
-
-
-def _close_in_forked_child() -> None:
-    """A child forked by ``build`` must not keep the name, or its builder's death would go unnoticed."""
-    for listener in _listening:
-        listener.close()
-    _listening.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_forked_child)
-
-
 def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.socket, way: str) -> Any:
     began_s = time.monotonic()
     try:
@@ -182,7 +156,6 @@ def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.s
             _tell_failure(listener, error, name)
             raise
     finally:
-        _listening.discard(listener)
         listener.close()
     _hold(holder, buffers)
     _log.info(

@@ -1,0 +1,199 @@
+"""A reader's end of its connection to a server, and the slots behind it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from typing import Any
+
+from shmloader.codec import Decoder
+from shmloader.errors import LoaderClosed, LoaderError, ServerDied
+from shmloader.failures.bad_samples import Report
+from shmloader.failures.exceptions import restore
+from shmloader.interrupts import HeldInterrupts
+from shmloader.serving import meeting, records
+from shmloader.serving.mapped import MappedSlots
+from shmloader.serving.records import ANSWER, RAISES, Stored
+
+_PIECE_NBYTES = 1 << 11  # of a state, in a message
+
+
+class Link:
+    """Asks a server, and reads what it sends. One thread at a time may use it.
+
+    An exception, such as Ctrl-C, may end any call between any two instructions: then nothing is lost, and
+    the same call can be made again. So requests have numbers, say things that may be said twice, and a
+    message is looked at and noted before it is taken out of the socket.
+    """
+
+    def __init__(self, name: str, timeout_s: float, job: str | None, join: str) -> None:
+        self.name = name
+        self._end, self.pid = meeting.connect(name, timeout_s)
+        try:
+            about = meeting.introduction(job) | {"join": join}
+            self.welcome, fd = meeting.greet(self._end, self.pid, name, about)
+        except BaseException:
+            self._end.close()
+            raise
+        self.slots = MappedSlots(fd)
+        self._decoder = Decoder()
+        self._owner_pid = os.getpid()
+        self._requests = 0
+        self._epoch = self._epoch_here = 0  # the request for an epoch; the one whose batches come now
+        self._told = 0  # up to which batch the server knows that this process wants them
+        self._batches: deque[Stored] = deque()  # of the epoch, in order
+        self._is_over = False  # whether the epoch has no more
+        self._answers: dict[int, Stored | int] = {}  # to requests; to `ASK` how many batches were before
+        self._closed: Exception | None = None
+
+    # --- out
+
+    def ask(self, wants: int) -> int:
+        """Ask for an epoch, see `Request`, and leave the present one; returns the request's number."""
+        self._forget_epoch()
+        self._epoch = self._requests + 1
+        return self._request(records.ASK, wants)
+
+    def leave(self) -> None:
+        """Leave the present epoch."""
+        self._forget_epoch()
+        self._request(records.LEAVE, 0)
+
+    def state(self, taken: int) -> Any:
+        """The loader's state after so many batches of the epoch; -1 for between epochs."""
+        return self.read(self._stored_for(self._request(records.STATE, taken)))
+
+    def load(self, text: bytes) -> None:
+        """Have the loader's next epoch continue from a state. Raises what that raises."""
+        begin = number = 0
+        while begin < len(text):
+            piece = text[begin : begin + _PIECE_NBYTES]
+            begin += len(piece)
+            number = self._request(records.LOAD, len(text) - begin, piece)
+        self.read(self._stored_for(number))
+
+    def _stored_for(self, request: int) -> Stored:
+        answer = self._answer_to(request)
+        assert not isinstance(answer, int)
+        return answer
+
+    def begun(self) -> int:
+        """Wait until the epoch begins; returns how many of its batches were before. Raises why it cannot."""
+        answer = self._answer_to(self._epoch)
+        if isinstance(answer, int):
+            return answer
+        self.read(answer)
+        raise AssertionError
+
+    def _request(self, kind: int, value: int, text: bytes = b"") -> int:
+        if os.getpid() != self._owner_pid:
+            raise LoaderError(f"{self.name!r} was attached to by this process's parent: attach here, too")
+        self._requests = number = self._requests + 1
+        released = self.slots.released()
+        while True:
+            told = released[: records.MOST_RELEASED]
+            try:
+                self._end.send(records.pack_request(kind, value, number, told, text))
+            except OSError:  # what the server has sent before its end is still to be read
+                return number
+            del released[: len(told)]
+            if not released:
+                return number
+
+    # --- in
+
+    def next(self, first: int, count: int) -> Stored | None:
+        """The ``count``-th batch of the epoch from the one after the ``first``; None at its end.
+
+        Those before it are done with. The same one may be asked for again.
+        """
+        batches, number = self._batches, first + count
+        while True:
+            while batches and batches[0].number < number:
+                batches.popleft()
+                self.slots.drop_last()
+            if count - self._told >= self.welcome["tell_every"]:
+                self._request(records.NEXT, count)
+                self._told = count
+            if batches:
+                return batches[0]
+            if self._is_over:
+                return None
+            self._receive()
+
+    def read(self, stored: Stored) -> Any:
+        """What was stored. Raises it if it is an exception."""
+        thing = self._decoder.decode(*self.slots.lease(stored))
+        if stored.flags & RAISES:
+            raise restore(thing)
+        return thing.batch if type(thing) is Report else thing
+
+    def _answer_to(self, request: int) -> Stored | int:
+        while request not in self._answers:
+            self._receive()
+        return self._answers.pop(request)
+
+    def _receive(self) -> None:
+        """Wait for a message, and note it."""
+        if self._closed is not None:
+            raise self._closed
+        try:
+            message = self._end.recv(records.MOST_NBYTES, socket.MSG_PEEK)
+            if message and message[0] == records.EPOCH:  # a second look would double its descriptors
+                with HeldInterrupts():
+                    message, fds, flags, _ = socket.recv_fds(
+                        self._end, records.MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
+                    )
+                    self._begin(message, fds, is_short=bool(flags & socket.MSG_CTRUNC))
+                return
+            self._note(message)
+            self._end.recv(records.MOST_NBYTES)
+        except ConnectionResetError:  # it has not read all before its end; what it has sent is still here
+            return
+
+    def _begin(self, message: bytes, fds: list[int], *, is_short: bool) -> None:
+        if is_short:
+            self._closed = meeting.no_descriptor(self.name)
+            return
+        request, number = records.unpack_epoch(message)
+        self.slots.begin(fds)
+        self._epoch_here, self._answers[request] = request, number
+
+    def _note(self, message: bytes) -> None:
+        kind = message[0] if message else 0
+        if kind == records.STORED:
+            stored = records.unpack_stored(message)
+            if stored.flags & ANSWER:
+                self._answers[stored.number] = stored
+            elif self._epoch_here == self._epoch:
+                self._batches.append(stored)
+            else:
+                self.slots.pass_over(stored)
+        elif kind == records.END:
+            self._is_over = self._epoch_here == self._epoch
+        elif kind == records.CLOSED:
+            self._closed = LoaderClosed(message[1:].decode())
+        else:
+            self._closed = ServerDied(
+                f"process {self.pid}, which served {self.name!r} to this one, has ended", pid=self.pid
+            )
+
+    def _forget_epoch(self) -> None:
+        """Forget what came of the epoch, what will come, and answers that nobody has waited for."""
+        self._epoch, self._told, self._is_over = 0, 0, False
+        self.slots.drop_last()
+        for answer in self._answers.values():
+            if not isinstance(answer, int):
+                self.slots.pass_over(answer)
+        self._answers.clear()
+        while self._batches:
+            self.slots.pass_over(self._batches[0])
+            self._batches.popleft()
+
+    def close(self) -> None:
+        """Let go of everything; batches that the program holds become private memory."""
+        if os.getpid() == self._owner_pid:
+            self.slots.close()  # before the server hears of it
+        self._end.close()
+        self._closed = self._closed or LoaderClosed(f"{self.name!r}: close() of this reader was called")

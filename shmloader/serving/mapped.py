@@ -1,0 +1,129 @@
+"""A reader's side of the slots: mapped so that its writes stay its own, and let go when no view is left."""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import numpy as np
+
+from shmloader.memory import Extent, Segment
+from shmloader.memory.private_pages import PrivatePages
+from shmloader.memory.segment import Descriptor
+from shmloader.serving.records import ANSWER, COPY, IN_OWN, Stored
+from shmloader.slots import ByteArray
+
+
+class _Lease(weakref.ref[ByteArray]):
+    """This process's right to read something until its anchor dies, as `slots.place.Lease` is one."""
+
+    __slots__ = ("extent",)
+
+    extent: Extent
+
+
+class _Slots:
+    """The slots of one segment of the server, as this process maps them."""
+
+    def __init__(self, fd: int) -> None:
+        self.segment = Segment(Descriptor(fd))
+        self._extents: dict[int, Extent] = {}
+
+    def map(self, slot: int, nbytes: int) -> Extent:
+        """A slot's memory; mapped anew if the slot has another size."""
+        extent = self._extents.get(slot)
+        if extent is None or extent.nbytes != nbytes:
+            extent = self._extents[slot] = self.segment.map(slot, nbytes, private=True)
+        return extent
+
+    def is_of(self, fd: int) -> bool:
+        """Whether a descriptor is of the same segment."""
+        return os.path.sameopenfile(self.segment.fileno(), fd)
+
+
+class MappedSlots:
+    """Leases what a server has stored. A batch that this process holds never changes, whatever others do.
+
+    An exception may come between any two instructions: what was leased last is kept until the next one, so
+    that a call that was cut short can be made again.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._own = _Slots(fd)  # of the server's own segment
+        self._batches: _Slots | None = None  # of its iterator's
+        self._pages = PrivatePages()
+        self._leases: dict[int, _Lease] = {}  # by ``seq``
+        self._released: list[int] = []  # of which the server has to be told
+        self._last: tuple[int, ByteArray] | None = None  # ``seq`` and anchor
+        self.copies = 0
+
+    @property
+    def held(self) -> int:
+        """The number of batches that this process holds in shared memory."""
+        return sum(lease() is not None for lease in list(self._leases.values()))
+
+    def begin(self, fds: list[int]) -> None:
+        """Take the descriptor of an epoch's segment, if it has one; it is this object's from now on."""
+        for fd in fds:
+            if self._batches is None or not self._batches.is_of(fd):
+                if self._batches is not None:
+                    self._batches.segment.close()
+                self._batches = _Slots(fd)
+            else:
+                os.close(fd)
+
+    def lease(self, stored: Stored) -> tuple[ByteArray, bytes]:
+        """The memory and the header of something stored; it is held until the last view is gone.
+
+        Where the server asks for it, it is copied and not held. Raises `SharedMemoryExhausted` if this
+        process has no address space; then it is as it was.
+        """
+        slots = self._own if stored.flags & IN_OWN else self._batches
+        assert slots is not None
+        extent = slots.map(stored.slot, stored.nbytes)
+        header = bytes(extent.view[stored.header_begin : stored.header_end])
+        if self._last is not None and self._last[0] == stored.seq:
+            return self._last[1], header
+        if stored.flags & COPY:
+            anchor = np.empty(stored.header_end, np.uint8)
+            anchor[:] = np.frombuffer(extent.buffer, np.uint8)[: stored.header_end]
+            self._last = stored.seq, anchor
+            self.pass_over(stored)
+            self.copies += 1
+            return anchor, header
+        anchor = np.ndarray(stored.nbytes, np.uint8, extent.buffer)
+        lease = _Lease(anchor)
+        lease.extent = extent
+        if not stored.flags & ANSWER:
+            self._last = stored.seq, anchor
+        self._leases[stored.seq] = lease
+        return anchor, header
+
+    def drop_last(self) -> None:
+        """Keep what was leased last no longer."""
+        self._last = None
+
+    def pass_over(self, stored: Stored) -> None:
+        """Let something go, unless it was read."""
+        if stored.seq not in self._leases:
+            self._released.append(stored.seq)
+
+    def released(self) -> list[int]:
+        """What was let go; who has told the server takes it out. What was written to it is undone."""
+        for seq in [seq for seq, lease in self._leases.items() if lease() is None]:
+            self._pages.drop(self._leases[seq].extent)
+            self._released.append(seq)
+            del self._leases[seq]
+        return self._released
+
+    def close(self) -> None:
+        """Turn what is held into private memory, in place, and let go of the server's memory."""
+        self._last = None
+        for lease in list(self._leases.values()):
+            if lease() is not None:
+                lease.extent.detach()
+        self._leases.clear()
+        for slots in (self._own, self._batches):
+            if slots is not None:
+                slots.segment.close()
+        self._pages.close()

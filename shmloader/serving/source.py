@@ -1,0 +1,160 @@
+"""The batches of a loader that is served, each where it lies: in the slot that its worker wrote.
+
+What is in no slot of the iterator (batches without workers or of torch's own way, spilled ones, exceptions,
+states) is written once into a slot of the server's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from shmloader.codec import Decoder, Encoder
+from shmloader.codec.slot_allocator import SlotAllocator
+from shmloader.errors import LoaderClosed, ResumeError, SharedMemoryExhausted
+from shmloader.failures.exceptions import capture
+from shmloader.iterator import SlotIterator
+from shmloader.memory import Segment
+from shmloader.memory.limits import memory_headroom
+from shmloader.serving.records import IN_OWN, RAISES
+from shmloader.slots import ByteArray, Place, PlaceState, PlaceTable
+
+
+class Item(NamedTuple):
+    """Something in a slot."""
+
+    anchor: ByteArray  # a lease on the slot
+    flags: int
+    place: Place
+
+
+class _KeepingDecoder(Decoder):
+    """Keeps the memory of the last batch, which may have no views, until it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._anchor: ByteArray | None = None
+
+    def decode(self, anchor: ByteArray, header: bytes) -> Any:
+        """As `Decoder.decode`."""
+        self._anchor = anchor
+        return super().decode(anchor, header)
+
+    def take(self) -> ByteArray | None:
+        """The memory of the batch that was decoded last; None if that was taken, or there was none."""
+        anchor, self._anchor = self._anchor, None
+        return anchor
+
+
+class Source:
+    """Iterates over a loader, as any program does. Server's process only."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._iterator: Any = None
+        self._decoder = _KeepingDecoder()
+        nbytes = memory_headroom().available_nbytes // 2
+        self._own = PlaceTable(Segment(), 1, nbytes, follows_host=True)
+        self._allocator = SlotAllocator(self._own.segment.duplicate())
+        self._encoder = Encoder(self._allocator)
+
+    @property
+    def length(self) -> int | None:
+        """The loader's length; None if it has none."""
+        with contextlib.suppress(TypeError, NotImplementedError):
+            return len(self.loader)
+        return None
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of the server's own segment."""
+        return self._own.segment.fileno()
+
+    @property
+    def epoch_fds(self) -> list[int]:
+        """The descriptor of the iterator's segment, if it has one."""
+        iterator = self._iterator
+        fd = iterator.table.segment.fileno() if isinstance(iterator, SlotIterator) else -1
+        return [fd] if fd >= 0 else []
+
+    # --- batches
+
+    def begin(self, epoch: int | None) -> None:
+        """Begin the loader's next epoch, after ``loader.set_epoch(epoch)`` if that is given."""
+        if epoch is not None:
+            self.loader.set_epoch(epoch)
+        self._iterator = None  # without persistent workers, the last one's end here
+        self._iterator = iter(self.loader)
+        if isinstance(self._iterator, SlotIterator):
+            self._iterator.decode_with(self._decoder)
+
+    def leave(self) -> None:
+        """Leave the epoch: its workers end, unless they are persistent."""
+        self._iterator = None
+
+    def next(self) -> Item:
+        """The next batch; raises what ``next()`` of the loader's iterator raises."""
+        try:
+            batch = next(self._iterator)
+        finally:
+            anchor = self._decoder.take()
+        if anchor is not None:
+            place = self._iterator.table.leased_to(anchor)
+            if place is not None:
+                return Item(anchor, 0, place)
+        return self.store(batch)
+
+    # --- anything else
+
+    def store(self, thing: Any) -> Item:
+        """Write something into a slot of the server's own. Raises `SharedMemoryExhausted`."""
+        table, allocator = self._own, self._allocator
+        short = "the process that serves a loader has no shared memory for a batch that is in no slot"
+        if not table.can_lease():
+            raise SharedMemoryExhausted(f"{short}: readers hold {table.kept} such batches")
+        place = table.grant(0, table.epoch, 0, b"")
+        try:
+            table.reserve(place, 1)
+            allocator.begin(place.number, place.nbytes, place.limit_nbytes)
+            encoded = self._encoder.encode(thing)
+        except BaseException:
+            allocator.release()
+            table.drop(place.seq, max(place.nbytes, allocator.nbytes))
+            raise
+        nbytes = allocator.nbytes
+        allocator.release()
+        if encoded.spilled is not None:
+            table.drop(place.seq, nbytes)
+            raise SharedMemoryExhausted(f"{short}, of {encoded.header_end:,} bytes")
+        table.arrive(place.seq, nbytes, encoded.header_begin, encoded.header_end, 0, 0)
+        anchor, _ = table.take(place)
+        assert place.state is PlaceState.LEASED
+        return Item(anchor, IN_OWN, place)
+
+    def store_error(self, error: BaseException, where: str) -> Item:
+        """Write an exception, which readers raise."""
+        item = self.store(capture(error, where, "in the process that serves the loader"))
+        return item._replace(flags=item.flags | RAISES)
+
+    # --- states
+
+    def state(self, taken: int | None) -> Any:
+        """The loader's state, after ``taken`` of the batches since ``iter()`` if that is given."""
+        if not hasattr(self.loader, "state_dict"):
+            raise ResumeError(f"the loader that is served, a {type(self.loader).__qualname__}, has no states")
+        return self.loader.state_dict() if taken is None else self.loader.state_dict(taken=taken)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Have the next epoch continue from a state."""
+        if not hasattr(self.loader, "load_state_dict"):
+            raise ResumeError(f"the loader that is served, a {type(self.loader).__qualname__}, has no states")
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop the workers. What readers hold stays as it is."""
+        self._iterator = None
+        with contextlib.suppress(AttributeError, LoaderClosed):
+            self.loader.close()
+        self._allocator.close()
+        self._own.close()

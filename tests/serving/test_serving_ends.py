@@ -1,0 +1,409 @@
+"""Who is refused, who is let go, and what a death of server, reader or worker means to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from serving_programs import (
+    WAIT_S,
+    Ending,
+    Numbers,
+    new_name,
+    numbers,
+    plain,
+    served,
+    served_by_thread,
+    wait_until,
+)
+
+import shmloader
+from shmloader.serving import meeting, records
+
+NOBODY = 65534
+KILLS = 500 if os.environ.get("SHMLOADER_LONG") == "1" else 6
+
+
+def epoch_of(loader: Any) -> list[Any]:
+    return [plain(batch) for batch in loader]
+
+
+# --- deaths
+
+
+def test_the_servers_death_is_an_error_that_names_it() -> None:
+    expected = epoch_of(numbers())
+    with served(numbers, readers=1, fails=True) as (name, process), shmloader.attach(name) as reader:
+        batches = iter(reader)
+        got = [next(batches)]
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(shmloader.ServerDied, match=f"process {process.pid}, which served") as caught:
+            got.extend(batches)
+        assert caught.value.pid == process.pid
+        assert [plain(batch) for batch in got] == expected[: len(got)]
+        with pytest.raises(shmloader.ServerDied):
+            next(iter(reader))
+        with pytest.raises(shmloader.ServerDied):
+            reader.state_dict()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_end_says_so(number: signal.Signals) -> None:
+    with served(numbers, readers=1, fails=True) as (name, process), shmloader.attach(name) as reader:
+        batches = iter(reader)
+        next(batches)
+        os.kill(process.pid, number)
+        with pytest.raises(shmloader.LoaderClosed, match=f"process {process.pid}.* has ended"):
+            list(batches)
+
+
+def read_and_hold(name: str, ready: Any) -> None:
+    batches = iter(shmloader.attach(name))
+    held = [next(batches) for _ in range(6)]
+    ready.put(len(held))
+    time.sleep(WAIT_S)
+
+
+def test_a_reader_that_is_killed_lets_go_what_it_held() -> None:
+    loader = numbers(dataset=Numbers(160), persistent_workers=True)
+    with served_by_thread(loader, readers=2, window=8) as name, shmloader.attach(name) as reader:
+        ready = multiprocessing.SimpleQueue()
+        other = multiprocessing.Process(target=read_and_hold, args=(name, ready))
+        other.start()
+        batches = iter(reader)
+        for _ in range(8):
+            next(batches)
+        assert ready.get() == 6
+        wait_until(lambda: loader.statistics().slots_leased >= 8)
+        other.kill()
+        other.join()
+        other.close()
+        assert len(list(batches)) == 40 - 8
+        next(iter(reader))
+        wait_until(lambda: loader.statistics().slots_leased <= 10)
+
+
+def test_a_dead_worker_is_each_readers_error_and_the_next_epoch_begins_anew() -> None:
+    loader = numbers(dataset=Ending(64), shuffle=False)
+    with (
+        served_by_thread(loader, readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        for _ in range(2):
+            readers = [iter(one), iter(other)]
+            for each in readers:
+                with pytest.raises(shmloader.WorkerDied, match="SIGKILL"):
+                    for _ in range(8):
+                        next(each)
+
+
+def read_until_the_end(name: str, seed: int) -> None:
+    """Check each batch while others die; 0 if all was right until an error that names the server."""
+    choose, held = random.Random(seed), list[Any]()
+    try:
+        with shmloader.attach(name, join="now", timeout_s=20) as reader:
+            for _ in range(3):
+                for batch in reader:
+                    held.append((batch, batch["index"].tolist()))
+                    if choose.random() < 0.2:
+                        batch["noise"].fill_(7)
+                    while len(held) > choose.randrange(1, 12):
+                        held.pop(choose.randrange(len(held)))
+                    for kept, indices in held:
+                        assert kept["index"].tolist() == indices
+                        assert kept["x"][:, 0].tolist() == kept["x"][:, -1].tolist() == indices
+    except (shmloader.ServerDied, shmloader.ShareTimeout, shmloader.WorkerDied, shmloader.LoaderClosed):
+        pass
+    for kept, indices in held:
+        assert kept["x"][:, 0].tolist() == indices
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_nothing_hangs_and_no_batch_is_wrong_where_anyone_is_killed(seed: int) -> None:
+    choose = random.Random(seed)
+    make = functools.partial(numbers, dataset=Numbers(160), persistent_workers=choose.random() < 0.5)
+    policy = choose.choice(["wait", "drop"])
+    with served(make, fails=True, window=choose.randrange(1, 6), policy=policy) as (name, server):
+        readers = [
+            multiprocessing.Process(target=read_until_the_end, args=(name, seed + number))
+            for number in range(3)
+        ]
+        for reader in readers:
+            reader.start()
+        killed = set()
+        for _ in range(choose.randrange(1, 3)):
+            time.sleep(choose.random() * 0.7)
+            who = choose.choice(["server", "reader", "worker"])
+            victim = server.pid if who == "server" else choose.choice(readers).pid
+            if who == "worker":
+                victim = next(iter(_children_of(server.pid)), None)
+            if victim is not None and _exists(victim):
+                os.kill(victim, signal.SIGKILL)
+                killed.add(victim)
+        for reader in readers:
+            reader.join(WAIT_S)
+            assert reader.exitcode is not None, "a reader hangs"
+            assert reader.exitcode == 0 or reader.pid in killed
+            reader.close()
+        server.terminate()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _children_of(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children()]
+    except psutil.Error:
+        return []
+
+
+# --- refusals
+
+
+def test_one_reader_too_many_is_refused_and_its_place_is_taken_after_it_has_gone() -> None:
+    with served_by_thread(numbers(), readers=1) as name:
+        reader = shmloader.attach(name)
+        with pytest.raises(
+            shmloader.LoaderError, match=f"has its 1 readers already: processes {os.getpid()}"
+        ):
+            shmloader.attach(name)
+        assert len(list(reader)) == 16
+        reader.close()
+
+
+def test_two_servers_of_one_name() -> None:
+    with served(numbers, readers=1) as (name, process), shmloader.attach(name):
+        there = f"served already, by process {process.pid} of user"
+        with pytest.raises(shmloader.LoaderError, match=there):
+            shmloader.serve(numbers(0), name)
+
+
+def test_nobody_serves_the_name() -> None:
+    name = new_name()
+    with pytest.raises(shmloader.ShareTimeout, match=f"no process of this user has served '{name}'"):
+        shmloader.attach(name, timeout_s=0.1)
+    with pytest.raises(TimeoutError):
+        shmloader.attach(name, timeout_s=0)
+
+
+def test_a_name_whose_server_was_killed_is_free_again() -> None:
+    with served(numbers, readers=1, fails=True) as (name, process):
+        shmloader.attach(name).close()
+        process.kill()
+        process.join()
+        with pytest.raises(shmloader.ShareTimeout):
+            shmloader.attach(name, timeout_s=0)
+        meeting.listen(name).close()
+
+
+def test_another_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served_by_thread(numbers(0), readers=1) as name:
+        meeting.connect(name, WAIT_S)[0].close()  # the server has begun
+        with monkeypatch.context() as patched:
+            patched.setattr(meeting, "PROTOCOL", 99)
+            with pytest.raises(shmloader.LoaderError, match="protocol 1 there and 99 here"):
+                shmloader.attach(name)
+        shmloader.attach(name).close()
+
+
+def test_another_run_is_refused_unless_both_name_it() -> None:
+    with served_by_thread(numbers(0), readers=1, job="one") as name:
+        with pytest.raises(
+            shmloader.LoaderError, match=r"in another run \(job one\) than this one \(job two\)"
+        ):
+            shmloader.attach(name, job="two")
+        shmloader.attach(name, job="one").close()
+
+
+def test_ranks_of_another_run_under_torchrun_are_refused() -> None:
+    code = (
+        "import sys, shmloader\n"
+        "try: shmloader.attach(sys.argv[1], job=sys.argv[2] or None).close()\n"
+        "except shmloader.LoaderError as error: print(error)\n"
+        "else: print('attached')"
+    )
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "b", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    with served_by_thread(numbers(0), readers=1, job="a") as name:
+        for job, expected in (("", "in another run (job a) than this one (torchrun b"), ("a", "attached")):
+            command = [sys.executable, "-c", code, name, job]
+            assert expected in subprocess.check_output(command, text=True, env=environment)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+
+
+def as_nobody(action: Any) -> str:
+    """What an action prints, or the error that it raises, in a child that is another user."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.setuid(NOBODY)
+        try:
+            said = str(action())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@needs_root
+def test_another_user_is_refused_by_name() -> None:
+    with served_by_thread(numbers(0), readers=1) as name:
+        said = as_nobody(lambda: shmloader.attach(name, timeout_s=5))
+        assert said.startswith("PermissionError")
+        assert f"{name!r} is served by a process that is user 0 to itself, and this process is user" in said
+        said = as_nobody(lambda: speak(f"\0shmloader-serve-0-{name}", b"{}"))
+        assert "is served to processes of user 0 only; this one is user 65534" in said
+        shmloader.attach(name).close()
+
+
+@needs_root
+def test_another_users_server_at_this_users_name_is_refused() -> None:
+    name = new_name()
+    squatter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.setuid(NOBODY)
+        squatter.bind(f"\0shmloader-serve-0-{name}")
+        squatter.listen()
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    squatter.close()
+    os.read(ready[0], 1)
+    with pytest.raises(PermissionError, match=f"served by process {pid} of user {NOBODY}"):
+        shmloader.attach(name, timeout_s=5)
+    os.write(go[1], b"x")
+    os.waitpid(pid, 0)
+    for fd in (*ready, *go):
+        os.close(fd)
+
+
+# --- nonsense
+
+
+def speak(address: str, *messages: bytes) -> bytes:
+    """What a server says to messages, until it says no more or ends."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(address)
+        end.settimeout(2)
+        said, ends = b"", 0
+        for message in messages:
+            with contextlib.suppress(BrokenPipeError):
+                end.send(message)
+        while ends < 2:
+            try:
+                part = end.recv(1 << 16)
+            except ConnectionResetError:  # once, if it has not read all; what it said is still here
+                part, ends = b"", ends + 1
+                continue
+            except TimeoutError:
+                break
+            said += part
+            ends += 2 * (not part)
+        return said
+
+
+def requests() -> list[bytes]:
+    noise = random.Random(0)
+    return [
+        b"x",
+        noise.randbytes(500),
+        records.pack_request(9, 0, 0, []),
+        records.pack_request(records.NEXT, -5, 0, []),
+        records.pack_request(records.NEXT, 7, 0, [])[:-1],
+        records.pack_request(records.ASK, 0, 0, [], b"text"),
+        struct.pack("<BHqq", records.ASK, 60_000, 0, 0),
+    ]
+
+
+def test_nonsense_is_refused_and_others_go_on() -> None:
+    greeting = json.dumps(meeting.introduction(None) | {"join": "next"}).encode()
+    before_greeting = [b"\xff\xfe", b"[]", b"{}", b"3", b'{"versions": 3, "run": [], "join": 1}', b"[" * 8000]
+    with served(numbers, epochs=2) as (name, process), shmloader.attach(name) as reader:
+        address = f"\0shmloader-serve-{os.geteuid()}-{name}"
+        batches = iter(reader)
+        next(batches)
+        fds = len(os.listdir(f"/proc/{process.pid}/fd"))
+        for message in before_greeting:
+            assert speak(address, message)[:1] in (b"", bytes([records.REFUSED])), message
+        for message in requests():
+            assert b"could not understand" in speak(address, greeting, message), message
+        assert len(list(batches)) == 15
+        assert len(list(reader)) == 16
+        wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/fd")) <= fds)
+
+
+def test_letting_go_what_one_does_not_hold_changes_nothing() -> None:
+    greeting = json.dumps(meeting.introduction(None) | {"join": "next"}).encode()
+    with served_by_thread(numbers(), epochs=1) as name, shmloader.attach(name) as reader:
+        batches = iter(reader)
+        held = [next(batches) for _ in range(3)]
+        right = plain(held)
+        address = f"\0shmloader-serve-{os.geteuid()}-{name}"
+        request = records.pack_request(records.LEAVE, 0, 0, list(range(50)))
+        assert speak(address, greeting, request)[:1] == bytes([records.WELCOME])
+        for _ in batches:
+            pass
+        assert plain(held) == right
+
+
+def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
+    greeting = json.dumps(meeting.introduction(None) | {"join": "next"}).encode()
+    with (
+        served_by_thread(numbers(), epochs=1, policy="drop") as name,
+        meeting.connect(name, WAIT_S)[0] as silent,
+    ):
+        silent.send(greeting)
+        silent.send(records.pack_request(records.ASK, -1, 1, []))
+        with shmloader.attach(name, join="now") as reader:
+            assert len(list(reader)) > 8
+
+
+class Terminated:
+    """A loader that gets SIGTERM in a destructor, where an exception is lost."""
+
+    def __iter__(self) -> Any:
+        self.dies = Terminated.Dies()
+        del self.dies
+        return iter(range(4))
+
+    class Dies:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0)  # the handler runs here
+
+
+def test_a_signal_whose_exception_is_lost_ends_the_server_as_well() -> None:
+    with served(Terminated, fails=True) as (name, process), shmloader.attach(name) as reader:
+        with pytest.raises(shmloader.LoaderClosed, match="SystemExit"):
+            list(reader)
+        process.join(WAIT_S)
+        assert process.exitcode == 128 + signal.SIGTERM

@@ -1,0 +1,99 @@
+"""A reader's state is the serving loader's after what that reader has had; one can go on from it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from serving_programs import Numbers, numbers, plain, served, served_by_thread
+
+import shmloader
+
+
+def batches_of(loader: Any) -> list[Any]:
+    return [plain(batch) for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_states_are_those_of_a_program_that_loads_by_itself(workers: int) -> None:
+    make = functools.partial(numbers, workers, seed_per_sample=True)
+    own = make()
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as reader:
+        assert reader.state_dict() == own.state_dict()
+        for _ in range(2):
+            for mine, batch in zip(own, reader, strict=True):
+                assert plain(mine) == plain(batch)
+                assert reader.state_dict() == own.state_dict()
+            assert reader.state_dict() == own.state_dict()
+
+
+def test_a_run_goes_on_from_a_readers_state() -> None:
+    make = functools.partial(numbers, seed_per_sample=True)
+    whole = make()
+    expected = [batches_of(whole), batches_of(whole)]
+    with (
+        served_by_thread(make(), readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        readers = [iter(one), iter(other)]
+        got = [plain(next(readers[0])) for _ in range(3)]
+        got_other = [plain(next(readers[1])) for _ in range(5)]
+        state, later = one.state_dict(), other.state_dict()
+        with pytest.raises(shmloader.ResumeError, match="between epochs"):
+            one.load_state_dict(state)
+    assert (got, got_other) == (expected[0][:3], expected[0][:5])
+    assert (state["batches"], later["batches"]) == (3, 5)
+    alone = make()
+    alone.load_state_dict(state)
+    assert [batches_of(alone), batches_of(alone)] == [expected[0][3:], expected[1]]
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as reader:
+        reader.load_state_dict(later)
+        assert reader.state_dict() == later
+        assert batches_of(reader) == expected[0][5:]
+        assert batches_of(reader) == expected[1]
+
+
+def test_readers_load_the_same_state() -> None:
+    state = numbers().state_dict()
+    other_state = state | {"batches": 3}
+    with (
+        served_by_thread(numbers(), readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        one.load_state_dict(state)
+        other.load_state_dict(state)
+        with pytest.raises(shmloader.ResumeError, match="another reader has loaded another state"):
+            other.load_state_dict(other_state)
+        both = list(zip(one, other, strict=True))
+        assert len(both) == 16
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    with served_by_thread(numbers(), readers=1) as name, shmloader.attach(name) as reader:
+        with pytest.raises(shmloader.ResumeError):
+            reader.load_state_dict({"x" * 9000: 1})
+        assert len(list(reader)) == 16
+
+
+def test_one_that_came_late_has_the_state_of_its_place_and_others_have_none_of_it() -> None:
+    loader = numbers(dataset=Numbers(400))
+    with served_by_thread(loader, epochs=1) as name:
+        one, now, later = (shmloader.attach(name, join=join) for join in ("next", "now", "next"))
+        batches = iter(one)
+        for _ in range(7):
+            next(batches)
+        late = iter(now)
+        next(batches)
+        first = next(late)
+        place = now.state_dict()["batches"]
+        assert place > 7
+        again = numbers(dataset=Numbers(400))
+        expected = batches_of(again)
+        assert expected[place - 1]["index"] == plain(first)["index"]
+        with pytest.raises(shmloader.ResumeError, match="no place in the epoch"):
+            later.state_dict()
+        for each in (one, now, later):
+            each.close()
