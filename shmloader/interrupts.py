@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -108,13 +109,25 @@ class Lifecycle:
     def _has_last_call_ended(self) -> bool:
         """Wait for another thread's last assignment (see `leave`); False if an exception has prevented it."""
         if self.phase in (RUNNING, WAITING):  # and this thread has got the lock
-            raise Reentered("next() was called by this thread while it was inside next()")
+            if self._is_in_outer_call():
+                raise Reentered("next() was called by this thread while it was inside next()")
+            self._lock.release()  # for a call that was cut short before `fail` could do it
+            self.phase = BROKEN
         deadline = time.monotonic() + _LEAVE_S
         while self.phase is LEAVING and time.monotonic() < deadline:
             time.sleep(0)
         if self.phase is not IDLE:
             self.phase = BROKEN
         return self.phase is IDLE
+
+    def _is_in_outer_call(self) -> bool:
+        """Whether this thread is in a call that has not ended: its frame is below that of `enter`'s caller."""
+        frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the caller of `enter`
+        while (frame := frame and frame.f_back) is not None:
+            is_of_iterator = frame.f_globals.get("__name__") == "shmloader.iterator"
+            if is_of_iterator and frame.f_locals.get("lifecycle") is self:
+                return True
+        return False
 
     def leave(self) -> None:
         """End a call that returns a batch: let other threads in. Then assign ``IDLE`` to ``phase``."""
