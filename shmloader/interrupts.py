@@ -121,7 +121,7 @@ class Lifecycle:
         return self.phase is IDLE
 
     def _is_in_outer_call(self) -> bool:
-        """Whether this thread is in a call that has not ended: its frame is below that of `enter`'s caller."""
+        """Whether this thread is in a call that has not ended: its frame is below the one of `enter`."""
         frame: FrameType | None = sys._getframe(3)  # noqa: SLF001 - of the caller of `enter`
         while (frame := frame and frame.f_back) is not None:
             is_of_iterator = frame.f_globals.get("__name__") == "shmloader.iterator"
