@@ -44,7 +44,7 @@ demo: $(VENV)/.stamp-demo ## Run the demonstration (DEMO_ARGS=...)
 docs: $(VENV)/.stamp-docs ## Build the site in build/site, with its links checked
 	rm -rf build/site-source build/site
 	mkdir -p build/site-source/benchmarks
-	cp -r README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs build/site-source/
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs examples build/site-source/
 	cp benchmarks/*.md benchmarks/*.py build/site-source/benchmarks/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

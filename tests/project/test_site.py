@@ -21,7 +21,7 @@ def test_the_navigation_has_every_page() -> None:
     listed = re.findall(r"([\w./-]+\.md)$", text, re.MULTILINE)
     pages = {str(page.relative_to(REPOSITORY)) for page in DOCS.rglob("*.md")}
     decisions = {page for page in pages if re.search(r"decisions/\d", page)}  # their list has them
-    assert sorted(listed) == sorted([*(pages - decisions), "README.md", "CHANGELOG.md"])
+    assert sorted(listed) == sorted([*(pages - decisions), "README.md", "CHANGELOG.md", "examples/README.md"])
 
 
 def test_the_site_builds_and_each_message_is_a_heading_that_search_finds(tmp_path: Path) -> None:
@@ -31,10 +31,8 @@ def test_the_site_builds_and_each_message_is_a_heading_that_search_finds(tmp_pat
     source.mkdir(parents=True)
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    shutil.copytree(DOCS, source / "docs")
-    shutil.copytree(
-        REPOSITORY / "benchmarks", source / "benchmarks", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for name in ("docs", "examples", "benchmarks"):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "mkdocs.yml", tmp_path)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
