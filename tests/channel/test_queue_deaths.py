@@ -173,6 +173,9 @@ def test_nothing_is_left_when_all_are_killed() -> None:
         maker.join()
         psutil.wait_procs(family, timeout=10)
         maker.close()
+    deadline = time.monotonic() + 60  # other programs have shared memory for a while
+    while shared_nbytes() - before >= 8 << 20 and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert shared_nbytes() - before < 8 << 20
 
 

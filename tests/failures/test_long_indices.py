@@ -113,7 +113,7 @@ def test_a_worker_that_died() -> None:
     with pytest.raises(WorkerDied) as caught:
         next(iter(loader))
     assert len(str(caught.value)) < 2_000
-    assert str(caught.value).endswith("...")
+    assert "... (causes and cures: docs/messages.md)" in str(caught.value)
     assert caught.value.indices == (INDICES["a list"],)
 
 

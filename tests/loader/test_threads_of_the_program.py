@@ -88,7 +88,7 @@ def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwh
         next(iterator)
         enter = iterator._lifecycle.enter
 
-        def wait_for_another_thread() -> bool:
+        def wait_for_another_thread(waits: bool) -> bool:
             if threading.current_thread() is threading.main_thread():
                 other = threading.Thread(target=lambda: [next(iterator) for _ in range(3)])
                 other.start()

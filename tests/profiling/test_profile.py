@@ -212,11 +212,12 @@ def test_the_documented_callback_gives_a_tracker_its_scalars() -> None:
             self.found[name] = value
 
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
-    (recipe,) = re.findall(r"```python\n(def track.*?)```", page, re.DOTALL)
+    (recipe,) = re.findall(r"(def track.*?)for images, labels", page, re.DOTALL)
     writer = Writer()
     with DataLoader(Numbered(160), 8, num_workers=1) as loader:
-        given = {"loader": loader, "writer": writer, "train": lambda _: time.sleep(0.01)}
-        exec(recipe.replace("every_s=10", "every_s=0.05"), given)
+        step = "for _ in loader:\n        step()\n"
+        given = {"loader": loader, "writer": writer, "step": lambda: time.sleep(0.01)}
+        exec(recipe.replace("every_s=10", "every_s=0.05") + step, given)
     assert writer.found["loader/batches_per_s"] > 0
     assert 0 <= writer.found["loader/main/wait/share"] <= 1
     assert "loader/workers/fetch/p99_s" in writer.found
