@@ -99,7 +99,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         return batch
 
     def try_next(self) -> Any:
-        """As ``next()``: without workers a batch is made when it is asked for, so it is always ready."""
+        """The next batch: without workers it is made when it is asked for, so it is always ready."""
         return self.__next__()
 
     def fileno(self) -> int:
@@ -110,7 +110,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         return self._ready_fd
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Its further batches for ``async for``; see `DataLoader.__aiter__`."""
+        """The further batches for ``async for``; see `DataLoader.__aiter__`."""
         from shmloader.async_batches import AsyncBatches
 
         return AsyncBatches(self, 0.0, self._counters.note_wait)

@@ -265,7 +265,7 @@ class SlotIterator(torch_private.OwnOrder):
         return self._all_workers.fileno()
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        """Its further batches for ``async for``; see `DataLoader.__aiter__`."""
+        """The further batches for ``async for``; see `DataLoader.__aiter__`."""
         from shmloader.async_batches import AsyncBatches
 
         return AsyncBatches(self, float(self._timeout), self._counters.note_wait)

@@ -57,7 +57,7 @@ else:
 
 
 class _Rows(Protocol[_T_co]):
-    """What torch calls a map-style dataset without asking for its class, such as a list or a store."""
+    """A map-style dataset of any class, such as a list or a store."""
 
     def __getitem__(self, index: int, /) -> _T_co: ...
     def __len__(self) -> int: ...

@@ -20,7 +20,7 @@ class Elapsed(Exception):
 
 
 class End:
-    """What the producer's and the consumer's end have in common; several threads may use one in turn.
+    """The base of the producer's and the consumer's end; several threads may use one in turn.
 
     ``received_fd`` is the pipe by which the other end is heard, non-blocking. ``started`` are the ``Popen``
     objects of processes that this one has started with the queue.

@@ -1,4 +1,4 @@
-"""Where the producer writes an object: in its record, if it is small, else in a slot that was granted."""
+"""The writer of objects: small ones go into their record, others into a slot that was granted."""
 
 from __future__ import annotations
 

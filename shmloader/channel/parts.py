@@ -1,4 +1,4 @@
-"""What a queue is made of, as it is handed to other processes: pipes, shared memory, and its limits."""
+"""The parts of a queue, as other processes are given them: pipes, shared memory, and limits."""
 
 from __future__ import annotations
 

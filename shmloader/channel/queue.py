@@ -278,7 +278,7 @@ class Queue:
             return self._consumer
 
     def after_fork(self) -> None:
-        """In a forked process: what its parent does with the queue, it does not do."""
+        """Give up the parent's ends, in a forked process."""
         for end in self._ends():
             End.close(end)  # its own descriptors alone
         closed = self._closed

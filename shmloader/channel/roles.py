@@ -1,4 +1,4 @@
-"""Who is at the ends of a queue: a file that all its processes append to, and the death of each of them.
+"""The processes at the ends of a queue: a file that all of them append to, and the death of each.
 
 The first record of a role is its holder's: an append is atomic, so no lock can be left taken by a process
 that is killed. The first page of the file has the counts.
@@ -24,7 +24,7 @@ _RECORD = struct.Struct("<B3xIQ48s")
 
 
 class Role(enum.IntEnum):
-    """What a process is to a queue."""
+    """The role of a process in a queue."""
 
     HOLDER = 0  # it has the queue, and has used it in neither way yet
     PRODUCER = 1
@@ -106,7 +106,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 class Roles:
-    """Who has which end of one queue, and how many objects went through it; the same in all processes."""
+    """The holders of the ends of one queue, and the counts of its objects; the same in all processes."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
         if descriptor is None:

@@ -92,7 +92,7 @@ class BlockSampler(ShardedSampler):
         return self._begun.run_length
 
     def epoch_order(self) -> IntArray:
-        """See `ShardedSampler.epoch_order`."""
+        """The order of an epoch; see `ShardedSampler.epoch_order`."""
         self._begun, self._continued = self._continued or self._own, None
         _, lanes, run_length = self._begun
         generator = torch.Generator()
@@ -118,7 +118,7 @@ class BlockSampler(ShardedSampler):
         return order
 
     def _windows(self, ends: IntArray, per_lane: int) -> list[tuple[int, int]]:
-        """Where each window of each lane begins and ends, for blocks in their order with these ends.
+        """The beginning and end of each window of each lane, for blocks in their order with these ends.
 
         A run lies in one window: so a block at the edge of two may have samples in both.
         """

@@ -1,4 +1,4 @@
-"""What this process has written to private mappings of a file: found quickly, and dropped.
+"""Pages of private mappings that this process has written to: found quickly, and dropped.
 
 The kernel's page map tells which pages of a private mapping are copies (``PAGEMAP_SCAN``, Linux 6.7), in a
 tenth of the time that reading all pages anew would take. docs/decisions/0059 has the figures.

@@ -19,11 +19,11 @@ class Connection:
         self._rest_nbytes = 0  # that are still to come
 
     def greet(self, reader: Reader) -> None:
-        """It has introduced itself."""
+        """Note that the reader has introduced itself."""
         self.reader = reader
 
     def note_ask(self, number: int) -> None:
-        """It has asked for an epoch."""
+        """Note that the reader has asked for an epoch."""
         self.ask = number
 
     def add(self, piece: bytes, rest_nbytes: int) -> bytes | None:

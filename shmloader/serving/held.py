@@ -1,4 +1,4 @@
-"""What readers may read, and how many of them do: the one owner of these counts."""
+"""The things that readers hold, and the count of holders of each."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Link:
             self._receive()
 
     def read(self, stored: Stored) -> Any:
-        """What was stored. Raises it if it is an exception."""
+        """Read what was stored; raise it if it is an exception."""
         thing = self._decoder.decode(*self.slots.lease(stored))
         if stored.flags & RAISES:
             raise restore(thing)

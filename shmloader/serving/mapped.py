@@ -109,7 +109,10 @@ class MappedSlots:
             self._released.append(stored.seq)
 
     def released(self) -> list[int]:
-        """What was let go; who has told the server takes it out. What was written to it is undone."""
+        """The things that were let go, by ``seq``, with this process's writes undone.
+
+        The caller takes out those of which it has told the server.
+        """
         for seq in [seq for seq, lease in self._leases.items() if lease() is None]:
             self._pages.drop(self._leases[seq].extent)
             self._released.append(seq)

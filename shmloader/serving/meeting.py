@@ -1,4 +1,4 @@
-"""How readers find the server of a name, and what both check before anything is served.
+"""The meeting of readers with the server of a name, and the checks of both before anything is served.
 
 A server is found at an abstract socket that its name and its user stand for. The kernel frees it with the
 server, so none is ever stale, and tells each side the other one's process and user.
@@ -32,7 +32,7 @@ _LAUNCHED = ("torchrun", "slurm", "address")  # runs with an identity of their o
 
 
 def introduction(job: str | None) -> dict[str, Any]:
-    """What a process tells of itself; what both sides have to have in common, and their run."""
+    """The introduction of a process: what both sides have to have in common, and their run."""
     try:
         run = ["job", job] if job is not None else job_of_process("")
     except LoaderError:
@@ -49,7 +49,7 @@ def introduction(job: str | None) -> dict[str, Any]:
 
 
 def why_refused(own: dict[str, Any], its: dict[str, Any], name: str) -> str | None:
-    """Why a reader that introduces itself so cannot be served; None if it can."""
+    """The reason why a reader that introduces itself so is refused; None if it is not."""
     ours, theirs = own["versions"], its["versions"]
     if ours != theirs:
         differing = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
@@ -157,7 +157,7 @@ def _address(name: str) -> str:
 
 
 def _other_user_of(name: str) -> str | None:
-    """Who serves a name, if it is another user, or this one as another container sees it."""
+    """The other user who serves a name, or this one as another container sees it; None if nobody does."""
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
     except OSError:

@@ -20,7 +20,7 @@ from shmloader.serving.roster import Join
 
 
 class ReaderStatistics(NamedTuple):
-    """What `AttachedLoader.statistics` returns: counts of this reader's life so far."""
+    """Counts of a reader's life so far; `AttachedLoader.statistics` returns them."""
 
     batches: int  # that ``next()`` has returned
     wait_s: float  # in ``next()``, for the server

@@ -25,26 +25,26 @@ class Reader:
         self.asked = self.sent = 0  # batches of its epoch
 
     def ask(self, wants: int | None) -> None:
-        """It asks for an epoch, and leaves the one that it is in."""
+        """Ask for an epoch, and leave the present one."""
         self.active, self.waits, self.wants = False, True, wants
 
     def begin(self, epoch: int) -> None:
-        """It enters an epoch."""
+        """Enter an epoch."""
         self.active, self.waits, self.epoch = True, False, epoch
         self.asked = self.sent = 0
 
     def leave(self) -> None:
-        """It is in no epoch, and waits for none."""
+        """Be in no epoch, and wait for none."""
         self.active = self.waits = False
 
     def ask_next(self, asked: int) -> bool:
-        """It wants batches up to its ``asked``-th; False if it had more, or was not sent those before."""
+        """Ask for batches up to the ``asked``-th; False if that is less than before, or more than follows."""
         fits = not self.active or self.asked <= asked <= self.sent + 1
         self.asked = asked
         return fits
 
     def send(self) -> None:
-        """A batch was sent to it."""
+        """Note that a batch was sent to it."""
         self.sent += 1
 
 
@@ -87,7 +87,7 @@ class Roster:
         return reader
 
     def remove(self, reader: Reader) -> None:
-        """A reader has ended, or is let go."""
+        """Remove a reader, which has ended or is let go."""
         reader.leave()
         self._all.pop(reader.number, None)
 
@@ -121,7 +121,7 @@ class Roster:
         return begun
 
     def end_epoch(self) -> list[Reader]:
-        """The epoch has no more batches; returns those that were in it to the end."""
+        """End the epoch, which has no more batches; returns the readers that were in it to the end."""
         self.running = False
         ended = self.active()
         for reader in ended:

@@ -37,7 +37,7 @@ class _KeepingDecoder(Decoder):
         self._anchor: ByteArray | None = None
 
     def decode(self, anchor: ByteArray, header: bytes) -> Any:
-        """As `Decoder.decode`."""
+        """Decode a batch, as `Decoder.decode` does."""
         self._anchor = anchor
         return super().decode(anchor, header)
 

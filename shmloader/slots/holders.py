@@ -148,7 +148,7 @@ def _variables() -> Iterator[_Seen]:
 
 
 def _inside(seen: _Seen) -> list[_Seen]:
-    """What is in a container, or in the ``__dict__`` of an object."""
+    """The objects in a container, or in the ``__dict__`` of an object."""
     value, expression = seen.value, seen.expression
     kind = type(value)
     if kind in _CONTAINERS:

@@ -21,7 +21,7 @@ _COPIED = "are copied to private memory, which is correct but slower"
 
 
 class AskedFor(NamedTuple):
-    """What the program asked for, in the words of its warnings."""
+    """The program's request, in the words of its warnings."""
 
     owner: str  # what the table belongs to
     items: str  # what its slots hold
@@ -217,7 +217,7 @@ class SlotMemory:
         return private
 
     def _holders(self) -> str:
-        """What keeps the batches that are leased, in a sentence."""
+        """A sentence on what keeps the batches that are leased."""
         from shmloader.slots.holders import holders  # only programs that are warned need it
 
         kept = [place.extent for place in self.places if place.state_now is LEASED]

@@ -77,7 +77,7 @@ class _Span(SharedBuffer):
 
     @property
     def mapping(self) -> Any:  # type: ignore[override]
-        """See `SharedBuffer`; made when asked for, since a view keeps this object."""
+        """The mapping; made when asked for, since a view keeps this object. See `SharedBuffer`."""
         return self.view
 
 

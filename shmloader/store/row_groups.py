@@ -130,7 +130,7 @@ class RowGroups:
         self.nbytes = [nbytes for _, nbytes in chain.from_iterable(groups)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without footers."""
+        """The state for pickling, without footers."""
         return vars(self) | {"_footers": {}}
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ def unpack_in_slot(unit: bytes) -> tuple[int, int, int, int]:
 
 
 class Grant(NamedTuple):
-    """What the producer may use from now on: room for one more object, a slot, or both."""
+    """A grant to the producer: room for one more object, a slot, or both."""
 
     has_room: bool  # one more object may be put
     seq: int = 0  # number of the grant; this and all below are of the slot

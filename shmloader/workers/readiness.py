@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Peer(Protocol):
-    """What is watched of a worker process; see `ProcessWorker`."""
+    """The descriptors of a worker process that are watched; see `ProcessWorker`."""
 
     requests_fd: int
     answers_fd: int
