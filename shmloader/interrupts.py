@@ -17,10 +17,11 @@ import time
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-from shmloader.errors import LoaderError, NotReady
+from shmloader.errors import LoaderClosed, LoaderError, NotReady
 
 _Error = TypeVar("_Error", bound=BaseException)
 
+_END_S = 5.0  # longer than the interpreter takes to end
 _LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the loader was closed
 
 
@@ -156,3 +157,27 @@ class Lifecycle:
         """Wait a moment until other threads have left, after the workers' wait was interrupted."""
         if self._lock.acquire(timeout=_LEAVE_S):
             self._lock.release()
+
+
+def is_led_to_by_close(error: BaseException, interrupted: bool) -> bool:
+    """Whether an exception has only come about by ``close()``, in another thread or a signal handler.
+
+    ``interrupted``: whether that has interrupted the iterator's wait for its workers.
+    """
+    if isinstance(error, LoaderClosed):
+        return _is_cut_off()
+    kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
+    return interrupted and isinstance(error, kinds)
+
+
+def closed_meanwhile(because: str) -> BaseException:
+    """The exception for a call whose iterator was closed meanwhile; ends a thread that is cut off."""
+    if _is_cut_off():
+        time.sleep(_END_S)  # cut off while a tensor is freed, it would abort the program
+        return SystemExit()
+    return LoaderClosed(f"this iterator was closed: {because}")
+
+
+def _is_cut_off() -> bool:
+    """Whether this is a daemon thread and the interpreter ends, which stops such threads at any point."""
+    return threading.current_thread().daemon and not threading.main_thread().is_alive()

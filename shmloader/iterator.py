@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
-from threading import current_thread, main_thread
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from shmloader import torch_private
+from shmloader import interrupts, torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
@@ -41,14 +39,12 @@ from shmloader.worker.epoch_settings import EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 from shmloader.worker.random_state import GlobalStates
-from shmloader.workers import Workers, start_workers
+from shmloader.workers import Workers, start_workers, stop_workers
 
 if TYPE_CHECKING:
     import torch
 
     from shmloader.exchange.delivery import Delivery
-
-_END_S = 5.0  # longer than the interpreter takes to end
 
 
 class SlotIterator(torch_private.OwnOrder):
@@ -88,7 +84,7 @@ class SlotIterator(torch_private.OwnOrder):
         try:
             workers = self._all_workers = self._start_workers(one_pass, auto)
             # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
-            self._finalizer = weakref.finalize(self, _stop, os.getpid(), workers, self.table)
+            self._finalizer = weakref.finalize(self, stop_workers, os.getpid(), workers, self.table)
             self._exchange = exchange = Exchange(
                 self.table, workers, self._lifecycle, settings.worker_restarts, self._timeout
             )
@@ -107,11 +103,9 @@ class SlotIterator(torch_private.OwnOrder):
 
     def _start_workers(self, one_pass: Pass, auto: Auto | None) -> Workers:
         settings, stream = one_pass.settings, one_pass.stream
-        init_fn = settings.worker_init_fn
-        if isinstance(self._dataset, torch_private.DATAPIPES):
-            init_fn = functools.partial(
-                torch_private.sharding_worker_init_fn, init_fn, self._world_size, self._rank
-            )
+        init_fn = torch_private.init_fn_for(
+            self._dataset, settings.worker_init_fn, self._world_size, self._rank
+        )
         # Only streams need the shared seed, and their workers are all started with the iterator.
         make_arguments = functools.partial(
             WorkerArguments,
@@ -125,7 +119,7 @@ class SlotIterator(torch_private.OwnOrder):
             seeds_samples=settings.seeds_samples,
             places=settings.place_results,
             max_nbytes=settings.worker_max_nbytes,
-            make_probe=_make_probe(self._counters.recorder),
+            make_probe=self._counters.make_probe,
         )
         return start_workers(settings, make_arguments)
 
@@ -175,7 +169,7 @@ class SlotIterator(torch_private.OwnOrder):
             if self._calls:
                 self._all_workers.renew_datasets()
             settings = pickle.dumps(
-                EpochSettings(self._shared_seed, self._calls, _make_probe(self._recorder)), 5
+                EpochSettings(self._shared_seed, self._calls, self._counters.make_probe), 5
             )
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._exchange.begin_epoch(settings)
@@ -238,8 +232,8 @@ class SlotIterator(torch_private.OwnOrder):
             if progress is not None and not isinstance(error, Exception):
                 progress.take_back()
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
-            if self._is_led_to_by_close(error):
-                raise self._closed_meanwhile() from error
+            if interrupts.is_led_to_by_close(error, self._all_workers.interrupted):
+                raise interrupts.closed_meanwhile(self._all_workers.closed_because) from error
             raise
 
     @torch_private.never_compiled
@@ -269,19 +263,6 @@ class SlotIterator(torch_private.OwnOrder):
         from shmloader.async_batches import AsyncBatches
 
         return AsyncBatches(self, float(self._timeout), self._counters.note_wait)
-
-    def _is_led_to_by_close(self, error: BaseException) -> bool:
-        """Whether an exception has only come about by ``close()``, in another thread or a signal handler."""
-        if isinstance(error, LoaderClosed):
-            return _is_cut_off()
-        kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
-        return self._all_workers.interrupted and isinstance(error, kinds)
-
-    def _closed_meanwhile(self) -> BaseException:
-        if _is_cut_off():
-            time.sleep(_END_S)  # cut off while a tensor is freed, it would abort the program
-            return SystemExit()
-        return LoaderClosed(f"this iterator was closed: {self._all_workers.closed_because}")
 
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
@@ -466,24 +447,3 @@ class SlotIterator(torch_private.OwnOrder):
             self._lifecycle.await_others()
         self._shutdown_workers()
         self._scheduler.discard_early()
-
-
-def _make_probe(recorder: Recorder | None) -> Callable[[], Any] | None:
-    """The function that makes workers' probes, for a recorder."""
-    return None if recorder is None else recorder.make_probe
-
-
-def _is_cut_off() -> bool:
-    """Whether this is a daemon thread and the interpreter ends, which stops such threads at any point."""
-    return current_thread().daemon and not main_thread().is_alive()
-
-
-@torch_private.never_compiled
-def _stop(owner_pid: int, workers: Workers, table: PlaceTable) -> None:
-    if os.getpid() == owner_pid:
-        with HeldInterrupts():
-            workers.interrupt()  # at the interpreter's end a daemon thread may be waiting for a batch
-            workers.close()
-            table.close()
-    else:  # a copy in a forked child: the workers and the memory are the parent's
-        workers.leave_to_parent()

@@ -1,4 +1,7 @@
-"""Texts of the program's values for messages: one line each, cut at a length."""
+"""Texts for messages: values of the program, on one line and cut at a length; endings of processes."""
+
+import contextlib
+import signal
 
 LINE = 200
 """Most characters that indices, keys and other values take in a message."""
@@ -17,3 +20,14 @@ def shown(value: object, most: int = LINE) -> str:
 def shorten(text: str, most: int) -> str:
     """A text, cut at a number of characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def ending_of(exit_code: int | None) -> str:
+    """The ending of a process in words, by its exit code: negative is minus the signal, None unknown."""
+    if exit_code is None:
+        return "ended"
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+    return f"was killed by signal {-exit_code}"

@@ -306,6 +306,11 @@ class Counters:
         """Note that torch's own iterator loads."""
         self.torchs_way = True
 
+    @property
+    def make_probe(self) -> Callable[[], Any] | None:
+        """The function that makes workers' probes; None while the loader is not profiled."""
+        return None if self.recorder is None else self.recorder.make_probe
+
     def record(self, recorder: Recorder | None) -> None:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder

@@ -146,6 +146,13 @@ DATAPIPES = tuple(vars(torch.utils.data)[name] for name in _PIPES if name in var
 """torch's classes of DataPipes, for ``isinstance``; empty in a torch without them."""
 
 
+def init_fn_for(dataset: Any, init_fn: Any, world_size: int, rank: int) -> Any:
+    """The ``worker_init_fn`` for a dataset: around the program's own, torch's for its DataPipes."""
+    if not isinstance(dataset, DATAPIPES):
+        return init_fn
+    return functools.partial(sharding_worker_init_fn, init_fn, world_size, rank)
+
+
 def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
     """Give a graph of DataPipes the seed that all workers of an epoch share; torch draws it for them only."""
     if shared_seed is None:

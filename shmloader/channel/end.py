@@ -8,8 +8,9 @@ import threading
 import time
 from typing import Any
 
-from shmloader.channel.roles import Party, Role, Roles, exit_code_of, how_it_ended
+from shmloader.channel.roles import Party, Role, Roles, exit_code_of
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
+from shmloader.messages import ending_of
 
 LOOK_S = 1.0
 """How long to sleep at most before looking again at who is there: no wake-up is waited for blindly."""
@@ -141,7 +142,7 @@ class End:
         names = ", ".join(map(str, others)) or f"pid {pid}"
         raise PeerDied(
             f"no process {self.other.does} any more: those that had it have ended before they used it: "
-            f"{names}; the last one {how_it_ended(code)}. Its own error output says why if it could.",
+            f"{names}; the last one {ending_of(code)}. Its own error output says why if it could.",
             pid=pid,
             exit_code=code,
         )
@@ -155,7 +156,7 @@ class End:
             Role.CONSUMER: f"Objects that it had not got are lost: {self._roles.waiting()}.",
         }[self.other]
         return PeerDied(
-            f"the process that {self.other.does}, {self._peer}, {how_it_ended(code)}. {lost}",
+            f"the process that {self.other.does}, {self._peer}, {ending_of(code)}. {lost}",
             pid=self._peer.pid,
             exit_code=code,
         )

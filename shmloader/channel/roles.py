@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import multiprocessing
 import os
-import signal
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,17 +91,6 @@ def exit_code_of(pid: int, started: Iterable[Any]) -> int | None:
         if result is not None:
             return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
     return None
-
-
-def how_it_ended(code: int | None) -> str:
-    """An exit code in words."""
-    if code is None:
-        return "has ended"
-    if code >= 0:
-        return f"has ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"was killed by signal {-code}"
 
 
 class Roles:

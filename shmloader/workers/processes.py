@@ -16,12 +16,12 @@ from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.failures.stacks import StackFile, answers
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
-from shmloader.memory.limits import memory_headroom, oom_kills
-from shmloader.memory.process_memory import read_memory
-from shmloader.store_hooks import hooks
+from shmloader.memory.limits import oom_kills
+from shmloader.messages import ending_of
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
+from shmloader.workers.deaths import explain_kill
 from shmloader.workers.launch import (
     begin_fork_server,
     check_descriptors,
@@ -38,7 +38,6 @@ _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
 _SEE_OUTPUT = " It had made no batch yet. Its own error output, above, says why if it could."
 _READ_NBYTES = ANSWER_NBYTES * 8
 _EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
-_MOST_TOLD = 9  # processes whose memory an error names
 _DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
 
 
@@ -349,20 +348,17 @@ class ProcessWorkers(BaseWorkers):
         # First torch's words (torch/csrc/DataLoader.cpp, _try_get_data), which people and scripts search for.
         if code is not None and code < 0:
             torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
-            how = f"was killed by signal {-code}"
-            with contextlib.suppress(ValueError):
-                how += f" ({signal.Signals(-code).name})"
         else:
             torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
-            how = "ended" if code is None else f"exited with code {code}"
         hint = why and f" {why}"
         if code == -signal.SIGKILL:
-            hint += self._explain_kill(memory)
+            pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
+            hint += explain_kill(self._oom_kills, self._make_arguments(0).dataset, pids, memory)
         elif not dead.heard:
             error = self._stacks.start_error(pid)
             hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
         return WorkerDied(
-            f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {how}."
+            f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}."
             + hint
             + describe_held(indices)
             + " (causes and cures: docs/messages.md)",
@@ -371,28 +367,6 @@ class ProcessWorkers(BaseWorkers):
             exit_code=code,
             indices=indices,
         )
-
-    def _explain_kill(self, memory: str) -> str:
-        """A sentence on the kernel's out-of-memory killer, if that seems to have ended a worker, or ""."""
-        before, now, room = self._oom_kills, oom_kills(), memory_headroom()
-        if now is None or before is None or now <= before:
-            return ""
-        sharing = hooks.advise_sharing(self._make_arguments(0).dataset)
-        return (
-            f" The kernel's out-of-memory killer has ended {now - before} process(es) since the "
-            f"workers were started, so this looks like its work: {room.available_nbytes:,} of "
-            f"{room.limit_nbytes:,} bytes are available in {room.source}. {sharing and sharing + ' '}"
-            f"Processes now: {self._memory_by_process()}. {memory} {'Or use' if sharing else 'Use'} fewer "
-            "workers, a smaller batch_size or prefetch_factor, or less memory per sample in the dataset."
-        )
-
-    def _memory_by_process(self) -> str:
-        """The memory of this process and of the workers that live, each with its part of what is shared."""
-        pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
-        known = {f"{name} (pid {pid})": read_memory(pid).get("Pss") for name, pid in pids.items()}
-        told = [f"{name} {nbytes:,} bytes" for name, nbytes in known.items() if nbytes]
-        more = [f"{len(told) - _MOST_TOLD} more"] if len(told) > _MOST_TOLD else []
-        return ", ".join(told[:_MOST_TOLD] + more)
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
         """Stop all. Those still alive after ``grace_s`` are terminated, and killed a second later.

@@ -413,7 +413,7 @@ def test_a_producer_that_ends_without_closing_is_an_error_after_its_objects() ->
     started.start()
     assert one.get() == 1
     assert one.get() == 2
-    with pytest.raises(shmloader.PeerDied, match="has ended with exit code 0"):
+    with pytest.raises(shmloader.PeerDied, match="exited with code 0"):
         one.get()
     started.join()
     started.close()
