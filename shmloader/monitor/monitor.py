@@ -17,6 +17,7 @@ from shmloader.monitor.processes import ProcessMemory, ProcessTree, shared_nbyte
 
 _WINDOW_S = 60.0  # of which growth is told
 _LEAST_WINDOW_S = 2.0
+_LEAST_FOLLOWED_S = 10.0  # until a process's growth tells when the limit is reached
 _MOST_OF_A_CORE = 0.015  # that reading may take
 _MOST_READINGS = 2000
 
@@ -134,8 +135,12 @@ class Monitor:
         return growths
 
     def time_to_limit_s(self, at: Reading) -> float | None:
-        """Seconds until the limit is reached at the growth of all processes then; None without growth."""
-        rate = sum(growth.nbytes_per_min for growth in self.growths(at).values()) / 60
+        """Seconds until the limit is reached at the growth of all processes then.
+
+        None without growth. Processes that were followed for less than ten seconds may only be starting.
+        """
+        lasting = [one for one in self.growths(at).values() if one.seconds >= _LEAST_FOLLOWED_S]
+        rate = sum(growth.nbytes_per_min for growth in lasting) / 60
         least_rate = 1e5  # bytes per second, under which it is noise
         return at.room.available_nbytes / rate if rate > least_rate else None
 

@@ -122,6 +122,8 @@ def test_the_time_to_the_limit_is_what_is_left_by_the_growth_of_all() -> None:
     assert monitor.time_to_limit_s(last) == pytest.approx(600)
     monitor, last = grown(10 * MB, 10 * MB)
     assert monitor.time_to_limit_s(last) is None
+    monitor, last = grown(10 * MB, 20 * MB, 30 * MB, every_s=2.0)  # a start grows too
+    assert monitor.time_to_limit_s(last) is None
 
 
 def test_the_interval_grows_with_the_cost_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
