@@ -196,7 +196,7 @@ def render(figures: dict[str, Any], width: int | None = None) -> str:
     lines.append(f"{batches:,} batches in {time_of(total_s)}: {rate:,.1f} batches/s{limit}")
     workers = f"{figures['num_workers']} worker(s)" if figures["num_workers"] else "in next()"
     heads = ((MAIN, "main", "main process"), (WORKERS, "workers", workers))
-    for names, key, head in heads:
+    for names, key, head in heads if figures["by_worker"] else heads[:1]:
         shown = _TIMES if width is None else _TIMES[: (width - 29) // 10]
         lines.append(f"{head:<22}{'share':>7}" + "".join(f"{title:>10}" for title in shown))
         for name, title in names.items():

@@ -163,6 +163,15 @@ def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
     assert "Cure" not in text
 
 
+def test_a_list_that_was_shared_and_is_still_held_is_told() -> None:
+    holds = Report(7, 1, "train", "fork", (8,), original="samples", original_nbytes=588 * MB)
+    (text,) = texts(holds, 10 * MB)
+    assert text == (
+        "process 7 still holds `samples`, about 588 MB of Python objects that it has shared: the store has "
+        "them too. Cure: del samples"
+    )
+
+
 def test_small_growth_is_no_finding() -> None:
     assert texts(REPORT, 10 * MB, 20 * MB) == []
 
