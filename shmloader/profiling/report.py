@@ -141,10 +141,12 @@ class ProfileReport:
 
     def last_spans(self) -> list[tuple[str, str, float, float]]:
         """The `spans` of the last 300 batches."""
-        last = self.returned[-_MOST_DRAWN:]
-        begin_s = last[0].began_ns / 1e9 if last else 0.0
-        made = tuple(one for one in self.made[-_MOST_DRAWN:] if one.times.began_ns / 1e9 >= begin_s)
-        return list(replace(self, returned=last, made=made).spans())
+        returned, made = self.returned[-_MOST_DRAWN:], self.made[-_MOST_DRAWN:]
+        begins = [returned[0].began_ns] if returned else []  # entries stand for different numbers of batches
+        begin_ns = max([*begins, made[0].times.began_ns] if made else begins, default=0)
+        returned = tuple(one for one in returned if one.began_ns >= begin_ns)
+        made = tuple(one for one in made if one.times.began_ns >= begin_ns)
+        return list(replace(self, returned=returned, made=made).spans())
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """Spans of work: who did it, its name, its beginning and its duration, in seconds."""

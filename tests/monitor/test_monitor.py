@@ -289,11 +289,12 @@ def test_the_fixture_is_the_function(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout
 
 
-def test_loading_never_imports_the_monitor() -> None:
+def test_loading_never_imports_monitor_profile_and_commands() -> None:
     code = (
         "import sys, shmloader\n"
         "list(shmloader.DataLoader(list(range(8)), num_workers=1, multiprocessing_context='fork'))\n"
-        "print([name for name in sys.modules if name.startswith('shmloader.monitor')])"
+        "never = tuple('shmloader.' + name for name in ('monitor', 'profiling', 'cli', 'slots.holders'))\n"
+        "print([name for name in sys.modules if name.startswith(never)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

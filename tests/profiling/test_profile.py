@@ -364,3 +364,16 @@ def test_a_program_may_take_entries_out_of_a_batch_that_is_replayed() -> None:
     rows = [{"number": number} for number in range(32)]
     with DataLoader(rows, 8) as loader, loader.profile(replay=True):
         assert [batch.pop("number").tolist() for batch in loader] == [list(range(8))] * 4
+
+
+def test_the_last_spans_of_main_process_and_workers_begin_together() -> None:
+    """One entry of the main process stands for many quick batches, and one of a worker for few slow ones."""
+    with DataLoader(Numbered(2400, delay_s=0.0008), 4, num_workers=2) as loader:
+        report, _ = with_profile(loader)
+    begins: dict[str, float] = {}
+    for who, _, at_s, _ in report.last_spans():
+        begins.setdefault(who, at_s)
+    first, *_, last = sorted(begins.values())
+    whole_s = max(at_s for _, _, at_s, _ in report.last_spans()) - first
+    assert len(report.returned) > 300 or len(report.made) > 300
+    assert last - first < whole_s / 4
