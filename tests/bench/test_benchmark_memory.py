@@ -133,16 +133,16 @@ def test_all_contestants_give_the_same_samples(name: str, shape: str) -> None:
 def test_shapes_are_compared_by_start_method_and_workers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture = tmp_path / "workers.png"
     chosen = ["--shape", "coco", "--method", "fork", "--shape-workers", "0", "--shape-workers", "1"]
-    chosen += ["--picture", str(picture)]
     output, report = run(tmp_path, capsys, "--part", "shapes", "--contestant", "torch, list", *chosen)
     assert [(one["contestant"], one["workers"]) for one in report["shapes"]] == [
         (name, workers) for workers in (0, 1) for name in ("torch, nothing", "torch, list")
     ]
     assert [one["worker_private_nbytes"] > 0 for one in report["shapes"]] == [False, False, True, True]
     assert "| coco    | torch, list    | 1 fork  |" in output
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    words = [str(tmp_path / name) for name in ("workers.png", "report.json")]
+    subprocess.run([sys.executable, "-m", "benchmarks.memory_picture", *words], cwd=ROOT, check=True)
+    assert (tmp_path / "workers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_first_batches_are_compared_with_a_loader_without_data(
