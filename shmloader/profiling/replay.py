@@ -13,8 +13,8 @@ _BATCHES = 1_000  # of an epoch without a length
 class Replay:
     """Gives the first batch of an iterator as often as the epoch has batches.
 
-    The iterator is dropped with its first batch, and so its workers end, but persistent ones, which wait.
-    Lists and dicts are copied, one level deep, for programs that take entries out of a batch.
+    The iterator is dropped with its first batch. So its workers end; persistent ones wait. A batch that is a
+    list or dict is copied, one level deep: the program may take entries out of it.
 
     Args:
         iterator: The loader's.
@@ -29,9 +29,6 @@ class Replay:
 
     def __iter__(self) -> Replay:
         return self
-
-    def __len__(self) -> int:
-        return self._left
 
     def __next__(self) -> Any:
         if not self._left:
