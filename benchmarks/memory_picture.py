@@ -59,7 +59,7 @@ def draw_shapes(path: Path, measured: Sequence[Mapping[str, Any]]) -> None:
         for method in [one["method"]] if one["workers"] else methods:
             sizes[one["shape"], method][one["contestant"]][one["workers"]] = one["pss_nbytes"] / MB
     panels = {panel: lines for panel, lines in sizes.items() if max(map(len, lines.values())) > 1}
-    figure = Figure(figsize=(max(6.0, 4 * len(panels)), 4.5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(max(7.0, 4 * len(panels)), 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(one["contestant"] for one in measured))
     all_axes = figure.subplots(1, max(1, len(panels)), squeeze=False, sharey=True)[0]
@@ -74,7 +74,7 @@ def draw_shapes(path: Path, measured: Sequence[Mapping[str, Any]]) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].set_ylabel("PSS of all processes (MB)")
-    figure.legend(all_axes[0].get_lines(), names, loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(all_axes[0].get_lines(), names, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, format="png")
 
 
