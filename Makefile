@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip
 # gigabytes of CUDA packages.
 TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 PYTEST_ARGS ?=
+# Some images set it. Every program would then compile the package anew, and pytest rewrite all tests: a third more.
+export PYTHONDONTWRITEBYTECODE :=
 # Two processes at most: tests start many themselves. A file is run by one of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 # Lint runs beside the tests, and what it says comes after them: red if either is.

@@ -125,14 +125,14 @@ class Snapshot:
     """Everything that this process holds at one moment.
 
     Attributes:
-        processes: Children, their descendants and marked orphans, by pid and creation time.
+        pids: All processes of the machine.
         descriptors: Target of each open descriptor: path or kind, device and inode.
         shm_entries: The names in /dev/shm.
         shm_mappings: Mapped shared memory, by path and inode: it outlives descriptor and name.
         threads: The live threads, as objects, since idents are used again.
     """
 
-    processes: frozenset[psutil.Process]
+    pids: frozenset[int]
     descriptors: dict[int, tuple[str, int, int]]
     shm_entries: frozenset[str]
     shm_mappings: frozenset[tuple[str, int]]
@@ -141,7 +141,7 @@ class Snapshot:
     @classmethod
     def take(cls) -> "Snapshot":
         return cls(
-            processes=_processes(),
+            pids=_pids(),
             descriptors=_descriptors(),
             shm_entries=_shm_entries(),
             shm_mappings=_shm_mappings(),
@@ -149,28 +149,33 @@ class Snapshot:
         )
 
 
-def _processes() -> frozenset[psutil.Process]:
+def _pids() -> frozenset[int]:
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _processes(known: frozenset[int] = frozenset()) -> frozenset[psutil.Process]:
+    """Our descendants and marked orphans, except `known` pids: the guard looks at new ones only."""
     me = os.getpid()
-    origins = _origins()
-    family = {me}
-    while more := {pid for pid, (parent, _) in origins.items() if parent in family} - family:
-        family |= more
-    began = origins[me][1]  # an older process was not started from here
-    orphans = {pid for pid in origins.keys() - family if origins[pid][1] >= began and _is_marked(pid)}
-    found = [process for pid in (family | orphans) - {me} if (process := _process(pid))]
+    began = _origin(me)[1]  # an older process was not started from here
+    pids = _pids() - known - {me}
+    ours = {pid for pid in pids if _descends(pid, me) or (_origin(pid)[1] >= began and _is_marked(pid))}
+    found = [process for pid in ours if (process := _process(pid))]
     return frozenset(process for process in found if not _is_interpreters_own(process, me))
 
 
-def _origins() -> dict[int, tuple[int, int]]:
-    """Each process's parent and start time. It runs twice in every test, in a third of psutil's time."""
-    origins = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # pid (name) state parent ... start, the 22nd field: the name may have blanks and brackets
-                fields = file.read().rpartition(b")")[2].split(maxsplit=20)
-                origins[int(name)] = int(fields[1]), int(fields[19])
-    return origins
+def _origin(pid: int) -> tuple[int, int]:
+    """A process's parent and start time, in a third of psutil's time; zeros if it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        # pid (name) state parent ... start, the 22nd field: the name may have blanks and brackets
+        fields = file.read().rpartition(b")")[2].split(maxsplit=20)
+        return int(fields[1]), int(fields[19])
+    return 0, 0
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid and pid != ancestor:
+        pid = _origin(pid)[0]
+    return pid == ancestor
 
 
 def _process(pid: int) -> psutil.Process | None:
@@ -264,7 +269,7 @@ def find_leaks(before: Snapshot, now: Snapshot, new_entries: frozenset[str]) -> 
         new_entries: The /dev/shm entries that may be the test's: those that exist at its end. Later ones are
             another program's.
     """
-    leaks = [f"process {_describe(process)}" for process in now.processes - before.processes]
+    leaks = [f"process {_describe(process)}" for process in _processes(before.pids)]
     leaks += [
         f"thread {thread.name!r} ({type(thread).__name__})"
         for thread in now.threads - before.threads
@@ -309,7 +314,7 @@ def wait_for_no_leaks(before: Snapshot) -> tuple[list[str], Snapshot]:
 
 def _kill_leaked(before: Snapshot) -> None:
     """End the processes that a test left, so that they cannot disturb later tests."""
-    leaked = _processes() - before.processes
+    leaked = _processes(before.pids)
     for process in leaked:
         try:
             process.kill()

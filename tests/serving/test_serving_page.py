@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from serving_programs import WAIT_S, new_name
+from warm_python import warm_python
 
 import shmloader
 from shmloader.cli.serve import load
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> tuple[Path, str]:
 
 
 def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, *words]
+    command = [*warm_python(), *words]
     return subprocess.Popen(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

@@ -291,8 +291,10 @@ def blocking_s(client: Any, path: str) -> float:
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_object_store_is_read_by_several_requests_at_once(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_object_store_is_read_by_several_requests_at_once(
+    tmp_path: Path, method: str, warm_helpers: None
+) -> None:
     """Arrow's client of S3, which this process has used before the workers start."""
     (tmp_path / "a").mkdir()
     write_columns(tmp_path / "a" / "0.parquet", 2400, 100)
