@@ -10,6 +10,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import random
 import re
 import signal
 import threading
@@ -54,15 +55,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
     if LONG:
         return
-    out = [
+    rest = [
         item
         for item in items
-        if item.path not in named
-        and (os.path.relpath(item.path, here) in LONG_FILES or item.get_closest_marker("long"))
+        if item.path in named
+        or not (os.path.relpath(item.path, here) in LONG_FILES or item.get_closest_marker("long"))
     ]
-    if out:
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+    products: dict[str, list[pytest.Function]] = {}
+    for item in rest:
+        if item.path not in named and item.get_closest_marker("each_value"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for name, product in products.items() for item in product} - {
+        item for name, product in products.items() for item in _with_each_value(product, name)
+    }
+    kept = [item for item in rest if item not in left_out]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
+
+
+def _with_each_value(product: list[pytest.Function], seed: str) -> Iterator[pytest.Function]:
+    """So few of a test's combinations that each value of each parameter is in one; always the same."""
+    values = {item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in product}
+    left = set().union(*values.values())
+    random.Random(seed).shuffle(product)
+    while left:
+        best = max(product, key=lambda item: len(values[item] & left))
+        left -= values[best]
+        yield best
 
 
 def pytest_collection_finish() -> None:

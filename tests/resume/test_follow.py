@@ -80,6 +80,7 @@ WORKERS: dict[str, dict[str, Any]] = {
     "threads": {"num_workers": 2, "worker_type": "thread"},
     "persistent": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"},
 }
+COMBINED = [(kind, workers) for kind in KINDS for workers in WORKERS if (kind, workers) != ("uneven", "none")]
 AHEAD: dict[str, Callable[[Loader], Iterable[Any]]] = {
     "generator": in_this_thread,
     "eager": Eager,
@@ -119,13 +120,11 @@ def rest(loader: Loader, state: dict[str, Any], epoch: int) -> list[list[list[in
     return epochs
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.each_value
+@pytest.mark.parametrize(("kind", "workers"), COMBINED)
 def test_the_state_is_of_the_batch_that_came_out(kind: str, workers: str) -> None:
     """After each batch, and after each epoch, behind each look-ahead: the rest is that of the program."""
     options = WORKERS[workers]
-    if kind == "uneven" and not options["num_workers"]:
-        return
     whole = undisturbed(KINDS[kind](**options))
     states = []
     for ahead in AHEAD.values():
@@ -149,6 +148,7 @@ def test_the_state_is_of_the_batch_that_came_out(kind: str, workers: str) -> Non
         assert got == expected, (epoch, had, state)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ahead", [1, 4, 30])
 @pytest.mark.parametrize("kind", ["torch's sampler", "own generator", "sharded", "counted"])
 def test_one_thread_reads_into_the_next_epochs(kind: str, ahead: int) -> None:
@@ -230,13 +230,11 @@ def test_epochs_in_one_pass_are_followed_in_turn(limit: int | None) -> None:
     assert count == len(places)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.each_value
+@pytest.mark.parametrize(("kind", "workers"), COMBINED)
 def test_a_state_after_any_number_of_batches(kind: str, workers: str) -> None:
     """Asked for at the epoch's end only, and not before; in a resumed epoch it is counted from there."""
     options = WORKERS[workers]
-    if kind == "uneven" and not options["num_workers"]:
-        return
     whole = undisturbed(KINDS[kind](**options))[0]
     loader = KINDS[kind](**options)
     tell(loader, 0)

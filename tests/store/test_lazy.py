@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         {},
         {"num_workers": 2},
         {"num_workers": 2, "worker_type": "thread"},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},
+        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.long),
         {"num_workers": 1, "multiprocessing_context": "forkserver"},
     ],
     ids=str,
