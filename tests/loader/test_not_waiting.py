@@ -113,6 +113,7 @@ def loader_of(dataset: Any, seed: int = 3, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **{"batch_size": 3, "num_workers": 2, "generator": generator} | options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("waits_for", [polled, in_asyncio])
 @pytest.mark.parametrize(
     "options",
@@ -182,7 +183,7 @@ def test_try_next_and_next_may_be_mixed_and_the_state_follows() -> None:
 def test_an_interrupt_at_any_line_of_try_next_loses_nothing() -> None:
     """As of ``next()``: the epoch continues exactly, or says that it cannot, and the next one is exact."""
     whole = list(range(0, 48, 3))
-    for line in range(1, 1000, 2 if LONG else 9):
+    for line in range(1, 1000, 2 if LONG else 17):
         with loader_of(Numbered(48), persistent_workers=True, timeout=20) as loader:
             iterator = iter(loader)
             found = [next(iterator)[0, 0].item()]
