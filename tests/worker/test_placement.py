@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 import shmloader
 from shmloader.worker.placed_calls import CALLS
 
-PROGRAMS = 2000 if os.environ.get("SHMLOADER_LONG") else 40
+PROGRAMS = 2000 if os.environ.get("SHMLOADER_LONG") else 20
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, 20))
@@ -288,6 +288,7 @@ RESIZING = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("at", "kept"), [(5, False), (5, True), (9, True)])
 @pytest.mark.parametrize("way", RESIZING)
 def test_a_placed_result_can_be_resized(way: str, at: int, kept: bool) -> None:
