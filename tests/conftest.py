@@ -91,8 +91,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Seconds that a process, thread or descriptor may take to go away after its test.
-GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
+# Seconds that a process, thread or descriptor may take to go away after its test, also on a loaded machine.
+GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "20"))
 
 SHM_DIR = Path("/dev/shm")
 TORCH_NAME = re.compile(r"torch_(\d+)_")  # how torch names a shared file, with its maker's pid
