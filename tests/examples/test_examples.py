@@ -17,7 +17,8 @@ def _run(program: str, folder: Path, *arguments: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
     command = [*warm_python(), "-W", "error::RuntimeWarning"]
     if program == "several_ranks":
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        command += [*launcher, *warm_python()]
     command += [str(EXAMPLES / f"{program}.py"), *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False

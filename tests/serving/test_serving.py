@@ -69,7 +69,7 @@ def test_each_reader_gets_each_batch_as_a_program_of_its_own(options: dict[str, 
         other.close()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def test_it_works_under_every_start_method(method: str) -> None:
     make = functools.partial(numbers, multiprocessing_context=method)
     expected = epochs_of(make(), 1)
