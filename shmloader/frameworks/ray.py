@@ -90,7 +90,7 @@ def _iter(iterate: Any, wrapper: Any) -> Any:
     reading = Reading(loading_of(vars(wrapper)[_INSIDE]).states.readers, wrapper, lambda: None)
     vars(wrapper)[_READING] = reading
     result = iterate(wrapper)
-    reading.begin()
+    reading.find_epoch()
     return result
 
 

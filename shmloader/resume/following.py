@@ -16,7 +16,7 @@ from shmloader.resume.readers import Epoch, Readers
 _T = TypeVar("_T")
 
 
-class Reading:
+class Reading(Follower):
     """The progress of one reader behind a look-ahead. Make it before the look-ahead begins to read.
 
     Args:
@@ -27,15 +27,14 @@ class Reading:
     """
 
     def __init__(self, readers: Readers, reader: object, explain: Callable[[], None]) -> None:
+        super().__init__()
         self._readers, self._explain = readers, explain
         self._epoch: Epoch | None = None
-        self._follower: Follower | None = None
         readers.expect(weakref.ref(reader))
 
     def ask(self) -> None:
         """Note that the look-ahead is asked for its next batch."""
-        if self._follower is not None:
-            self._follower.ask()
+        self.waits = True
 
     def take(self) -> None:
         """Note that a batch came out of the look-ahead.
@@ -43,31 +42,34 @@ class Reading:
         Raises:
             ResumeError: If the loader has begun no epoch.
         """
-        self.begin()
-        epoch, follower = self._epoch, self._follower
-        if epoch is None or follower is None:
+        self.find_epoch()
+        if self._epoch is None:
             return
         # The batch was returned before it came out. So one more than were returned is the next epoch's.
-        while follower.count >= epoch.progress.returned and epoch.next is not None:
-            epoch, follower = self._readers.follow_next(epoch, follower)
-        self._epoch, self._follower = epoch, follower
-        follower.take()
+        while self.count >= self._epoch.progress.returned and self._epoch.next is not None:
+            self._readers.leave(self._epoch, self)
+            self._follow(self._epoch.next)
+        self.waits = False
+        self.count += 1
 
     def end(self) -> None:
         """Note that the look-ahead has ended: the epoch is over for the program."""
-        self.begin()
-        if self._follower is not None:
-            self._follower.end()
+        self.find_epoch()
+        super().end()
 
-    def begin(self) -> None:
+    def find_epoch(self) -> None:
         """Begin with the loader's epoch, if it has not begun; at the latest, the first batch does this."""
-        if self._follower is not None:
-            return
-        self._epoch = epoch = self._readers.epoch_now()
-        if epoch is None:
-            self._explain()
-        else:
-            self._follower = epoch.progress.follow()
+        if self._epoch is None:
+            epoch = self._readers.epoch_now()
+            if epoch is None:
+                self._explain()
+            else:
+                self._follow(epoch)
+
+    def _follow(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self.begin()
+        epoch.progress.followers.append(self)
 
 
 class Followed(Iterable[_T], Generic[_T]):

@@ -35,51 +35,6 @@ class Epoch:
         self.next, self.checksum = following, None
 
 
-class _Here(threading.local):
-    """The epoch that has begun, or has found a reader, in this thread."""
-
-    def __init__(self) -> None:
-        self._epoch: Callable[[], Epoch | None] = lambda: None
-
-    def get(self) -> Epoch | None:
-        """The epoch; None if none has since `forget`, or it is gone."""
-        return self._epoch()
-
-    def note(self, epoch: Epoch) -> None:
-        """Note an epoch, without keeping it: it would keep all later ones."""
-        self._epoch = weakref.ref(epoch)
-
-    def forget(self) -> None:
-        """Forget it, before a reader begins."""
-        self._epoch = lambda: None
-
-
-class _Expected:
-    """A reader that has not had its first batch, and the epoch that this batch may be of.
-
-    Another thread may read whole epochs before the reader has it. It is of the epoch in progress, if that
-    goes on, or of the next one.
-    """
-
-    def __init__(self, reader: Callable[[], object] = lambda: None, epoch: Epoch | None = None) -> None:
-        self._reader, self._at_first = reader, epoch
-        self._returned = 0 if epoch is None else epoch.progress.returned
-        self._found: Epoch | None = None
-
-    def note(self, epoch: Epoch) -> None:
-        """Note that an epoch begins."""
-        if self._reader() is None:
-            self._found = self._at_first = None
-        elif self._found is None:
-            before = self._at_first
-            goes_on = before is not None and before.progress.returned > self._returned
-            self._found = before if goes_on else epoch
-
-    def get(self) -> Epoch | None:
-        """The epoch; None if none has begun."""
-        return self._found
-
-
 class Readers:
     """The epochs of one loader that are not read to the end, and who reads them.
 
@@ -90,8 +45,14 @@ class Readers:
     def __init__(self) -> None:
         self.latest: Epoch | None = None
         self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
-        self._here = _Here()
-        self._expected = _Expected()
+        # In each thread, a weak reference to the epoch that has begun, or has found a reader, there; an epoch
+        # that is kept would keep all later ones.
+        self._here = threading.local()
+        # A reader that has not had its first batch, the epoch in progress when it began, and how many batches
+        # that had returned. Another thread may read whole epochs before the reader has it. It is of this
+        # epoch, if that goes on, or of the next one: then it is `_found`.
+        self._expected: tuple[Callable[[], object], Epoch | None, int] | None = None
+        self._found: Epoch | None = None
 
     @property
     def shown(self) -> Epoch | None:
@@ -124,14 +85,25 @@ class Readers:
                 self._followed = None  # else it is shown until the next epoch has a reader
         if self.latest is not None:
             self.latest.go_on(epoch)
-        self._expected.note(epoch)
+        self._find(epoch)
         self.latest = epoch
-        self._here.note(epoch)
+        vars(self._here)["epoch"] = weakref.ref(epoch)
+
+    def _find(self, epoch: Epoch) -> None:
+        """Find the epoch of the reader that is expected, when one begins."""
+        if self._expected is None:
+            return
+        reader, before, returned = self._expected
+        if reader() is None:
+            self._expected = self._found = None
+        elif self._found is None:
+            goes_on = before is not None and before.progress.returned > returned
+            self._found = before if goes_on else epoch
 
     def expect(self, reader: Callable[[], object]) -> None:
         """Let a reader that begins in this thread follow the epoch that begins with it, if one does."""
-        self._here.forget()
-        self._expected = _Expected(reader, self.latest)
+        vars(self._here).pop("epoch", None)
+        self._expected, self._found = (reader, self.latest, self.returned), None
 
     def epoch_now(self) -> Epoch | None:
         """The epoch that a reader reads which has had its first batch; None if there is none.
@@ -139,24 +111,20 @@ class Readers:
         If none has begun in this thread with the reader, another thread reads for it, maybe several epochs
         ahead. Then it is the one after that which was followed last.
         """
-        epoch = self._here.get()
+        epoch: Epoch | None = vars(self._here).get("epoch", lambda: None)()
         followed = self._followed
         if epoch is None:
-            epoch = (followed and followed.next) or self._expected.get() or self.latest
+            epoch = (followed and followed.next) or self._found or self.latest
             self._followed = epoch
         elif followed is None:
             self._followed = epoch
         if epoch is not None:
-            self._here.note(epoch)
-        self._expected = _Expected()  # which would keep all later epochs
+            vars(self._here)["epoch"] = weakref.ref(epoch)
+        self._expected = self._found = None  # which would keep all later epochs
         return epoch
 
-    def follow_next(self, epoch: Epoch, follower: Follower) -> tuple[Epoch, Follower]:
-        """Let a reader go on with the epoch after one that it has read."""
-        following = epoch.next
-        if following is None:
-            return epoch, follower
-        epoch.progress.leave(follower)
+    def leave(self, epoch: Epoch, follower: Follower) -> None:
+        """Let a reader leave an epoch that it has read, for the next one."""
+        epoch.progress.followers.remove(follower)
         if self._followed is epoch and not epoch.progress.followers:
-            self._followed = following
-        return following, following.progress.follow()
+            self._followed = epoch.next
