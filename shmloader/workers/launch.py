@@ -24,8 +24,6 @@ from shmloader.worker.random_state import seed_worker_process
 from shmloader.worker.ray_calls import refuse_ray
 from shmloader.workers.spawn_payload import take_arguments
 
-_GRACE = "SHMLOADER_SIGTERM_GRACE_S"
-_GRACE_S = 120.0
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
 _PRELOADED = ["torch", "shmloader"]
 _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
