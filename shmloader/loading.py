@@ -23,7 +23,8 @@ from shmloader.memory.limits import ProcessorUse, cores, processor_use
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
-from shmloader.settings import AUTO, THREAD, Settings, options_asked_for
+from shmloader.resume.readers import Followed
+from shmloader.settings import AUTO, THREAD, AutoCount, Settings, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing
@@ -126,8 +127,9 @@ class Loading:
         if loader.num_workers:
             loader.check_worker_number_rationality()
             self.processor_before = self.processor_before or processor_use()
-            if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
-                self.auto = auto_for(loader, self.auto)
+            counts = loader.num_workers, loader.prefetch_factor
+            is_auto = any(isinstance(count, AutoCount) for count in counts) and loader.prefetch_factor > 0
+            self.auto = auto_for(loader, self.auto) if is_auto else None
         settings = Settings.of(loader)
         if loaded is None and not self.states.begun:
             _warn_of_another(loader)
@@ -214,8 +216,6 @@ class Loading:
 
     def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
         """The items of a look-ahead, followed by the loader's state: see `DataLoader.follow`."""
-        from shmloader.resume.following import Followed
-
         return Followed(self.states.readers, batches, self.explain_reader)
 
     def explain_reader(self) -> None:

@@ -16,7 +16,7 @@ from shmloader.errors import warn_once
 from shmloader.frameworks.patches import Patches
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
-from shmloader.resume.following import Reading
+from shmloader.resume.readers import Reading
 from shmloader.settings import OWN_DEFAULTS, Settings
 
 _WRAPPERS = "ray.train.torch.train_loop_utils"
@@ -96,17 +96,7 @@ def _iter(iterate: Any, wrapper: Any) -> Any:
 
 def _next(following: Any, wrapper: Any) -> Any:
     reading: Reading | None = vars(wrapper).get(_READING)  # None if it has begun before install()
-    if reading is not None:
-        reading.ask()
-    try:
-        batch = following(wrapper)
-    except StopIteration:
-        if reading is not None:
-            reading.end()
-        raise
-    if reading is not None:
-        reading.take()
-    return batch
+    return following(wrapper) if reading is None else reading.next(lambda: following(wrapper))
 
 
 class _OfInside:

@@ -159,7 +159,9 @@ class Pass:
             return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
         if loaded is not None and (mixed := samplers.mixture_sampler(index_sampler)) is not None:
             load_place(mixed, loaded)  # nothing is drawn before the first batch
-        return track(index_sampler, sampler_iter)
+        return (
+            sampler_iter if samplers.repeats_its_order(index_sampler) else track(index_sampler, sampler_iter)
+        )
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""

@@ -233,4 +233,4 @@ def is_own(collate_fn: Callable[[Any], Any]) -> bool:
     return not any(collate_fn is torchs for torchs in (slot_collate, default_collate, default_convert))
 
 
-torch_private.SAME_AS_TORCHS += [slot_collate, collate_tensors]
+torch_private.SAME_AS_TORCHS.extend([slot_collate, collate_tensors])

@@ -191,23 +191,27 @@ class ProcessWorkers(BaseWorkers):
         try:
             with HeldInterrupts():
                 self._wake_fd = os.eventfd(0)
-            with self._payload() as payload:
+            with self._payload() as give:
                 for worker_id in range(num_workers):
                     with HeldInterrupts():
-                        self._put(self._start(worker_id, payload))
+                        self._put(self._start(worker_id, give))
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
     @contextlib.contextmanager
-    def _payload(self) -> Iterator[SpawnPayload]:
+    def _payload(self) -> Iterator[MakeArguments]:
+        """Give a function that returns what a worker's process is started with."""
+        if self._method == "fork":
+            yield self._make_arguments
+            return
         if self._method == "forkserver":
             begin_fork_server()  # it imports while this process pickles
         with contextlib.closing(SpawnPayload(self._method, self._make_arguments)) as payload:
             self.given_nbytes, self.pickled_nbytes = payload.arrays_nbytes, payload.pickled_nbytes
-            yield payload
+            yield payload.for_worker
 
-    def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
+    def _start(self, worker_id: int, give: MakeArguments) -> ProcessWorker:
         grace_s = sigterm_grace_s()
         check_descriptors()
         requests_read, requests_write = os.pipe()
@@ -215,7 +219,7 @@ class ProcessWorkers(BaseWorkers):
         self._starting = (requests_write, answers_read)
         pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
         try:
-            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes, grace_s)
+            process = start_process(self._context, worker_id, give(worker_id), pipes, grace_s)
         except BaseException:
             os.close(requests_write)
             os.close(answers_read)
@@ -236,8 +240,8 @@ class ProcessWorkers(BaseWorkers):
     def add(self) -> ProcessWorker:
         """Start one more, without a task; if that fails, the others are unchanged."""
         with HeldInterrupts():
-            with self._payload() as payload:
-                worker = self._start(len(self.workers), payload)
+            with self._payload() as give:
+                worker = self._start(len(self.workers), give)
             self._added.add(worker.worker_id)
             self._put(worker)
         return worker
@@ -263,8 +267,8 @@ class ProcessWorkers(BaseWorkers):
             self._end([old])
             self._poller = None
             try:
-                with self._payload() as payload:
-                    fresh = self._start(worker_id, payload)
+                with self._payload() as give:
+                    fresh = self._start(worker_id, give)
             except BaseException:
                 self.close(f"worker {worker_id} could not be replaced", grace_s=0.0)
                 raise

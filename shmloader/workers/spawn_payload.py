@@ -40,9 +40,10 @@ _REFUSALS = (pickle.PicklingError, AttributeError, TypeError, WorkerStartError) 
 
 
 class SpawnPayload:
-    """The arguments of workers that are started together, the same but for their numbers. Main process.
+    """The arguments of workers that are started together by ``spawn`` or ``forkserver``. Main process.
 
-    It is closed when all are started: a worker that starts later gets the dataset as it is then.
+    They are the same but for a worker's number. It is closed when all are started: a worker that starts later
+    gets the dataset as it is then.
     """
 
     def __init__(self, method: str, make_arguments: MakeArguments) -> None:
@@ -58,8 +59,7 @@ class SpawnPayload:
         self._for_one = False  # whether only one process may unpickle it
         self._taken = False  # whether one was given it
         self._pickler: Any = None  # keeps objects alive that were made only to be pickled
-        if method != "fork":
-            self._pickle()
+        self._pickle()
 
     def __del__(self) -> None:
         # A Ctrl-C may have cut `__init__` short; at the interpreter's end this module's names may be gone.
@@ -70,8 +70,6 @@ class SpawnPayload:
 
     def for_worker(self, worker_id: int) -> Any:
         """The object to start a worker's process with, for `take_arguments`."""
-        if self._method == "fork":
-            return self._make_arguments(worker_id)
         if self._taken and self._for_one:
             self._pickle()
         self._taken = True
