@@ -17,6 +17,7 @@ from shmloader.sources.base import (
     NotGathered,
     Rows,
     Source,
+    array_of,
     is_default_collate,
     joins_by_default,
     own_memory,
@@ -41,7 +42,7 @@ _CHANGED_COLLATE = (
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
     """The source for a dataset; `NotGathered`, with the reason, if it has none."""
     if has_getbatch(dataset):
-        return Source(dataset.__getbatch__, users_code=True)
+        return Source(lambda rows: dataset.__getbatch__(array_of(rows)), users_code=True)
     if type(dataset) in OWN_METHODS:
         return source_of(dataset, functools.partial(recognise, in_worker=in_worker), in_worker=in_worker)
     if is_array(dataset):
@@ -104,10 +105,7 @@ class Gatherer:
         try:
             if not joins_by_default(self._collate_fn):
                 raise NotGathered(_CHANGED_COLLATE)
-            if type(index_batch) is Run:
-                batch = source.gather_run(index_batch)
-            else:
-                batch = source.gather(_rows_of(index_batch))
+            batch = source.gather(index_batch if type(index_batch) is Run else _rows_of(index_batch))
         except Exception as error:
             if source.users_code and not isinstance(error, NotGathered):
                 raise
