@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from shmloader import torch_private
 from shmloader.codec.slot_allocator import current_allocator, set_current_allocator
 from shmloader.indices.packed_indices import Run
 
@@ -45,16 +43,6 @@ class Source(NamedTuple):
 def array_of(rows: Rows | Run) -> Rows:
     """Row numbers as an array."""
     return rows.array() if type(rows) is Run else rows  # type: ignore[return-value]
-
-
-def is_default_collate(collate_fn: object) -> bool:
-    """Whether a collate function is torch's ``default_collate``, or ours in its place."""
-    return collate_fn is default_collate or collate_fn in torch_private.SAME_AS_TORCHS
-
-
-def joins_by_default(collate_fn: object) -> bool:
-    """Whether a collate function does the same as ``default_collate`` in an unmodified torch."""
-    return is_default_collate(collate_fn) and torch_private.collate_map_is_pristine()
 
 
 def make_output(

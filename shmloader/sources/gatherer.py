@@ -18,12 +18,11 @@ from shmloader.sources.base import (
     Rows,
     Source,
     array_of,
-    is_default_collate,
-    joins_by_default,
     own_memory,
 )
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
+from shmloader.sources.default_collate import is_default_collate, joins_by_default
 from shmloader.sources.tables import StoreRows, has_columns, hugging_face_rows
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import unavailable, why_missing
