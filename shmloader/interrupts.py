@@ -79,6 +79,20 @@ class Occupied(NotReady):
     """``try_next()`` was called while another thread is inside ``next()``."""
 
 
+class Expected:
+    """A context manager: exceptions of some classes that are raised meanwhile are raised on purpose."""
+
+    def __init__(self, lifecycle: Lifecycle, kinds: tuple[type[BaseException], ...]) -> None:
+        self._lifecycle, self._kinds = lifecycle, kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._kinds):
+            self._lifecycle.expect(error)
+
+
 class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
@@ -139,6 +153,10 @@ class Lifecycle:
         """Mark an exception that is raised on purpose, with all records complete; returns it."""
         self._expected = error
         return error
+
+    def expects(self, *kinds: type[BaseException]) -> Expected:
+        """A context manager that does `expect` with exceptions of these classes."""
+        return Expected(self, kinds)
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""

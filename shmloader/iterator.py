@@ -6,7 +6,6 @@ which batch is next, and the iterator returns it.
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import weakref
@@ -36,8 +35,6 @@ from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
-from shmloader.worker.fetcher import FetchRules
-from shmloader.worker.loop import WorkerArguments
 from shmloader.worker.random_state import GlobalStates
 from shmloader.workers import Workers, start_workers, stop_workers
 
@@ -102,26 +99,11 @@ class SlotIterator(torch_private.OwnOrder):
             raise
 
     def _start_workers(self, one_pass: Pass, auto: Auto | None) -> Workers:
-        settings, stream = one_pass.settings, one_pass.stream
-        init_fn = torch_private.init_fn_for(
-            self._dataset, settings.worker_init_fn, self._world_size, self._rank
-        )
-        # Only streams need the shared seed, and their workers are all started with the iterator.
-        make_arguments = functools.partial(
-            WorkerArguments,
-            num_workers=self._num_workers if auto is None else auto.most_workers,
-            segment=self.table.segment,
-            dataset=self._dataset,
-            rules=FetchRules.of(settings, None if stream is None else stream.rules),
-            base_seed=int(self._base_seed),
-            shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
-            init_fn=init_fn,
-            seeds_samples=settings.seeds_samples,
-            places=settings.place_results,
-            max_nbytes=settings.worker_max_nbytes,
-            make_probe=self._counters.make_probe,
-        )
-        return start_workers(settings, make_arguments)
+        most_workers = self._num_workers if auto is None else auto.most_workers
+        init_fn = one_pass.settings.worker_init_fn
+        init_fn = torch_private.init_fn_for(self._dataset, init_fn, self._world_size, self._rank)
+        seeds = int(self._base_seed), self._shared_seed
+        return start_workers(one_pass, self.table, self._dataset, most_workers, init_fn, *seeds)
 
     def _make_delivery(self, device: torch.device | None) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
@@ -179,7 +161,9 @@ class SlotIterator(torch_private.OwnOrder):
     def _begin_order(self, one_pass: Pass, early: Iterator[Any] | None, *, further: bool) -> Iterator[Any]:
         """Make torch's draws at the beginning of an epoch; returns its index batches."""
         sampler, generator = self._index_sampler, one_pass.settings.generator
-        try:
+        with self._lifecycle.expects(
+            Exception
+        ):  # the sampler's own, or of a state that cannot be resumed from
             if early is None:
                 before: GeneratorStates | None = generator_states(sampler, generator)
                 sampler_iter = iter(sampler)
@@ -189,9 +173,6 @@ class SlotIterator(torch_private.OwnOrder):
             self._draw_shared_seed(generator)
             seeds = int(self._base_seed), self.table.epoch + further
             batches, self._progress = one_pass.begin(sampler_iter, before, seeds)
-        except Exception as error:
-            self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
-            raise
         self._stream = one_pass.stream
         if self._stream is not None:
             self._stream.share_seed(self._shared_seed)
@@ -268,7 +249,8 @@ class SlotIterator(torch_private.OwnOrder):
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
-            self._begin_recorded(recorder)
+            with self._lifecycle.expects(Exception):  # of the program's callback; nothing is taken yet
+                recorder.begin_next(self._counters.wait_for_workers_ns)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         copies = self._copies
@@ -296,15 +278,10 @@ class SlotIterator(torch_private.OwnOrder):
             self._progress.keep()
         raise self._end_epoch()
 
-    def _begin_recorded(self, recorder: Recorder) -> None:
-        try:
-            recorder.begin_next(self._counters.wait_for_workers_ns)
-        except Exception as error:  # of the program's callback; nothing is taken yet
-            self._lifecycle.expect(error)
-            raise
-
     def _end_epoch(self) -> StopIteration:
-        try:
+        with self._lifecycle.expects(
+            LoaderError, Warning
+        ):  # ranks of other lengths; warnings that are errors
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             if self._copies is not None:
@@ -315,9 +292,6 @@ class SlotIterator(torch_private.OwnOrder):
             if self._copies is not None:
                 self._copies.warn()
             warn_of_bad_samples(self._counters, self._on_error)
-        except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
-            self._lifecycle.expect(error)
-            raise
         return self._lifecycle.expect(StopIteration())
 
     def _await(self, place: Place) -> None:
@@ -386,15 +360,12 @@ class SlotIterator(torch_private.OwnOrder):
     def _warn(self) -> None:
         """Give a warning that is due; no batch is lost if the program's filters make it an error."""
         copies = self._copies
-        try:
+        with self._lifecycle.expects(Warning):
             if self.table.warning:
                 warn(self.table.take_warning(), SpillWarning)
             elif copies is not None:
                 copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
                 copies.warn()
-        except Warning as error:
-            self._lifecycle.expect(error)
-            raise
 
     def __repr__(self) -> str:
         own = vars(self)  # `__init__` may have raised
@@ -421,11 +392,6 @@ class SlotIterator(torch_private.OwnOrder):
     def pids(self) -> list[int | None]:
         """The ids of its worker processes."""
         return [process.pid for process in self._all_workers.processes]
-
-    def oldest_leases(self) -> tuple[str, ...]:
-        """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
-        inspection = self.table.inspection
-        return () if inspection is None else inspection.oldest_leases()
 
     @property
     def _workers(self) -> list[Any]:

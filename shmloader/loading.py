@@ -258,7 +258,7 @@ class Loading:
         places = [place for iterator in iterators for place in list(iterator.table.places)]
         return LoaderStatistics(
             **figures(places),
-            oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
+            oldest_leases=tuple(text for iterator in iterators for text in iterator.table.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
             **self._processor_figures(),
             **self.counters.figures(),

@@ -57,12 +57,7 @@ class AutoCount(int):
 
 
 def number_or_auto(name: str, argument: Any, start: int) -> Any:
-    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks what is no number.
-
-    Raises:
-        TypeError: For a number that is not whole.
-        ValueError: For another string.
-    """
+    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks what is no number."""
     if not isinstance(argument, str):
         if isinstance(argument, numbers.Real):
             _whole(name, argument, _COUNTS[name], 2)
@@ -238,9 +233,7 @@ def check_torchs(
 ) -> None:
     """Check those arguments of torch's that it takes, or refuses without their names.
 
-    Raises:
-        TypeError: For a wrong type.
-        ValueError: For ``prefetch_factor=0``, and a ``batch_size`` that is a text, as torch raises.
+    Raises TypeErrors; ValueErrors for ``prefetch_factor=0``, and a ``batch_size`` that is a text, as torch.
     """
     if isinstance(batch_size, str):
         raise ValueError(  # noqa: TRY004 - as torch's

@@ -81,6 +81,10 @@ class SlotMemory:
         leased = (place for place in self.places if (lease := place.lease) is not None and lease() is anchor)
         return next(leased, None)
 
+    def oldest_leases(self) -> tuple[str, ...]:
+        """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
+        return () if self.inspection is None else self.inspection.oldest_leases()
+
     def _make_ready(self, place: Place) -> Extent:
         """Map a slot that is about to be leased, and show it to the guard.
 

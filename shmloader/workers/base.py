@@ -49,6 +49,10 @@ class BaseWorkers(ABC):
         """Give the reason for a `close` that is about to come, unless there is one."""
         self.closed_because = self.closed_because or because
 
+    def renew_datasets(self) -> None:
+        """Give threads new copies of the dataset for the next epoch; processes have datasets of their own."""
+        return
+
     @abstractmethod
     def leave_to_parent(self) -> None:
         """Forget the workers, in a process that the program forked: they are the parent's."""

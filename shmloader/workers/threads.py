@@ -107,7 +107,7 @@ class ThreadWorkers(BaseWorkers):
             return self._start(len(self.workers))
 
     def renew_datasets(self) -> None:
-        """Copy the dataset for each thread, which takes its copy when the next epoch begins."""
+        """Copy the dataset for each thread."""
         for worker in self.workers:
             worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 
