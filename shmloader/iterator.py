@@ -39,8 +39,6 @@ from shmloader.worker.random_state import GlobalStates
 from shmloader.workers import Workers, start_workers, stop_workers
 
 if TYPE_CHECKING:
-    import torch
-
     from shmloader.exchange.delivery import Delivery
 
 
@@ -61,10 +59,8 @@ class SlotIterator(torch_private.OwnOrder):
     ) -> None:
         super().__init__(loader)
         settings = one_pass.settings
-        if settings.prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"  # torch's words
-            )
+        if settings.prefetch_factor <= 0:  # torch's words
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._in_order = settings.in_order
         self._on_error: str = settings.on_error
         self._counters = counters
@@ -105,7 +101,7 @@ class SlotIterator(torch_private.OwnOrder):
         seeds = int(self._base_seed), self._shared_seed
         return start_workers(one_pass, self.table, self._dataset, most_workers, init_fn, *seeds)
 
-    def _make_delivery(self, device: torch.device | None) -> Delivery | None:
+    def _make_delivery(self, device: Any) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
         if device is None and not self._pin_memory:
             return None
@@ -161,9 +157,7 @@ class SlotIterator(torch_private.OwnOrder):
     def _begin_order(self, one_pass: Pass, early: Iterator[Any] | None, *, further: bool) -> Iterator[Any]:
         """Make torch's draws at the beginning of an epoch; returns its index batches."""
         sampler, generator = self._index_sampler, one_pass.settings.generator
-        with self._lifecycle.expects(
-            Exception
-        ):  # the sampler's own, or of a state that cannot be resumed from
+        with self._lifecycle.expects(Exception):  # the sampler's, or that a state cannot be resumed from
             if early is None:
                 before: GeneratorStates | None = generator_states(sampler, generator)
                 sampler_iter = iter(sampler)
@@ -221,9 +215,9 @@ class SlotIterator(torch_private.OwnOrder):
     def try_next(self) -> Any:
         """The next batch if it is here: as ``next()``, with the same order, exceptions and states.
 
-        It waits for no worker, and for no other thread inside ``next()``. It runs the sampler, as ``next()``
-        does, and may wait for an accelerator that still reads all slots. The loader's ``timeout`` counts from
-        the first of consecutive calls that found nothing. See docs/waiting.md.
+        It waits for no worker, and for no other thread inside ``next()``, but maybe for an accelerator that
+        still reads all slots. The loader's ``timeout`` counts from the first of consecutive calls that found
+        nothing. See docs/waiting.md.
 
         Raises:
             NotReady: If the batch is not here yet. Nothing was taken.
@@ -279,9 +273,7 @@ class SlotIterator(torch_private.OwnOrder):
         raise self._end_epoch()
 
     def _end_epoch(self) -> StopIteration:
-        with self._lifecycle.expects(
-            LoaderError, Warning
-        ):  # ranks of other lengths; warnings that are errors
+        with self._lifecycle.expects(LoaderError, Warning):  # that ranks differ; warnings made errors
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             if self._copies is not None:
@@ -370,18 +362,15 @@ class SlotIterator(torch_private.OwnOrder):
     def __repr__(self) -> str:
         own = vars(self)  # `__init__` may have raised
         workers = own["_all_workers"].workers if "_all_workers" in own else ()
-        state = f"{len(workers)} workers" if workers else "closed"
-        return (
-            f"<{type(self).__name__}: {own.get('_num_yielded', 0)} batches of this epoch returned, {state}>"
-        )
+        returned, state = own.get("_num_yielded", 0), f"{len(workers)} workers" if workers else "closed"
+        return f"<{type(self).__name__}: {returned} batches of this epoch returned, {state}>"
 
     # --- the end
 
     def _check_open(self) -> None:
         if not self._all_workers.workers:
-            why = self._all_workers.closed_because
-            message = f"this iterator cannot go on: {why}. Call iter(loader) for a new one."
-            raise self._lifecycle.expect(LoaderClosed(message))
+            why = f"{self._all_workers.closed_because}. Call iter(loader) for a new one."
+            raise self._lifecycle.expect(LoaderClosed(f"this iterator cannot go on: {why}"))
 
     @property
     def closed(self) -> bool:

@@ -57,7 +57,7 @@ class AutoCount(int):
 
 
 def number_or_auto(name: str, argument: Any, start: int) -> Any:
-    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks what is no number."""
+    """An argument, or an `AutoCount` of ``start`` for ``"auto"``; torch checks what is no number."""
     if not isinstance(argument, str):
         if isinstance(argument, numbers.Real):
             _whole(name, argument, _COUNTS[name], 2)
