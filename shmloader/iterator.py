@@ -18,7 +18,7 @@ from shmloader import interrupts, torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
-from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts, warn_of_bad_samples
+from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.epoch_prefetch import next_epoch_for
@@ -283,7 +283,7 @@ class SlotIterator(torch_private.OwnOrder):
                 self._shutdown_workers()
             if self._copies is not None:
                 self._copies.warn()
-            warn_of_bad_samples(self._counters, self._on_error)
+            self._counters.of(ReportCounts).warn(self._on_error)
         return self._lifecycle.expect(StopIteration())
 
     def _await(self, place: Place) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from shmloader.errors import LoaderClosed, ResumeError, warn, warn_once
-from shmloader.failures.bad_samples import warn_of_bad_samples
+from shmloader.failures.bad_samples import ReportCounts
 from shmloader.in_process import InProcessIterator
 from shmloader.indices.samplers import with_inner
 from shmloader.iterator import SlotIterator
@@ -78,14 +78,14 @@ class Loading:
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
-            if iterator.closed:
-                iterator.close("an exception interrupted it in the middle of its work")
-            else:  # the state has a base seed of its own
-                iterator.close("load_state_dict() was called, and a new iterator goes on from there")
+            loads = "load_state_dict() was called, and a new iterator goes on from there"
+            iterator.close(
+                "an exception interrupted it in the middle of its work" if iterator.closed else loads
+            )
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch()
-        warn_of_bad_samples(self.counters, loader.on_error)
+        self.counters.of(ReportCounts).warn(loader.on_error)
         self._check_epoch(loaded)
         return _delivered(loader, torchs_iter())
 
@@ -164,7 +164,7 @@ class Loading:
             iterator.close("loader.close() was called")
         drop_iterator(loader)  # torch's own ends its workers when it dies
         if warn:
-            warn_of_bad_samples(self.counters, loader.on_error)
+            self.counters.of(ReportCounts).warn(loader.on_error)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
@@ -208,8 +208,6 @@ class Loading:
     def state_dict(self, taken: int | None = None) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
         loader = self.loader()
-        if _LOADED not in vars(loader) and (counted := self.states.counted(taken)) is not None:
-            return counted
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
         return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)

@@ -27,17 +27,11 @@ Seeds = tuple[int, int]
 
 
 class Begin(NamedTuple):
-    """The beginning of the epoch in progress, or of that of a loaded state.
+    """The beginning of the epoch in progress, or of that of a loaded state."""
 
-    Attributes:
-        epoch: The sampler's, or None.
-        state: Of the sampler, if it divides a global order; None for the epoch's first batch.
-        is_loaded: Whether the loader has not continued from the state yet.
-    """
-
-    epoch: int | None
-    state: Mapping[str, Any] | None
-    is_loaded: bool
+    epoch: int | None  # the sampler's, if it has one
+    state: Mapping[str, Any] | None  # of a sampler that divides a global order; None for the first batch
+    is_loaded: bool  # whether the loader has not continued from the state yet
 
 
 def batch_of(

@@ -185,11 +185,8 @@ class Exchange:
         """
         lifecycle = self.lifecycle
         if self._unsent:
-            try:
+            with lifecycle.expects(SharedMemoryExhausted):
                 self._send_unsent()
-            except SharedMemoryExhausted as error:
-                lifecycle.expect(error)
-                raise
         if waits:
             began_ns = time.perf_counter_ns()
             before, lifecycle.phase = lifecycle.phase, WAITING

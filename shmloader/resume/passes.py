@@ -31,15 +31,6 @@ class Pass:
         set_epoch: The argument of the last ``loader.set_epoch()``, or None.
         is_asked: Returns whether the program wants states.
         looks: First batches at which a sampler is checked for draws from global generators.
-
-    Attributes:
-        before: States of the generators before ``iter()``; None in mid-epoch.
-        stream: The progress of an iterable-style dataset, with the rules for its workers; or None.
-        keeps_draws: Whether draws of ``iter()`` from torch's global generator stay: not in mid-epoch, where
-            a program that was never interrupted made none. They stay if the generator is in the state that it
-            had when the epoch began, as then this ``iter()`` repeats the epoch's own.
-        global_before: State of torch's global generator before ``iter()``.
-        progress: The epoch's progress; None until it has begun.
     """
 
     def __init__(
@@ -52,11 +43,14 @@ class Pass:
     ) -> None:
         self.settings = settings
         self._loaded, self._set_epoch, self._is_asked, self._looks = loaded, set_epoch, is_asked, looks
-        self.global_before = torch.get_rng_state()
-        self.before: samplers.GeneratorStates | None = None
-        self.progress: Progress | None = None
+        self.global_before = torch.get_rng_state()  # of torch's global generator before ``iter()``
+        self.before: samplers.GeneratorStates | None = None  # before ``iter()``; None in mid-epoch
+        self.progress: Progress | None = None  # once it has begun
         self._goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
-        self._repeats_iter = self.keeps_draws = True
+        self._repeats_iter = True
+        # Draws of ``iter()`` from torch's global generator stay, but not in mid-epoch, where a program that
+        # was never interrupted made none; unless this ``iter()`` repeats the epoch's own.
+        self.keeps_draws = True
         if self._goes_on is not None:
             self._repeats_iter = digest_of(self.global_before) == self._goes_on["global_generator"]
             at_first = not self._goes_on["batches"] and not self._goes_on["sampler_generator"]
@@ -65,6 +59,7 @@ class Pass:
             if loaded is not None:
                 self._set_generators(loaded)
             self.before = samplers.generator_states(settings.index_sampler, settings.generator)
+        # The progress of an iterable-style dataset, with the rules for its workers.
         self.stream = StreamProgress(settings, self._goes_on) if settings.is_iterable else None
 
     def seeds(self, drawn: int) -> tuple[int, int]:

@@ -149,6 +149,12 @@ class Progress:
         """Whether the program knows that the epoch is over."""
         return self.finished and all(follower.ended for follower in self.followers)
 
+    def done_when(self, taken: int | None) -> int | tuple[int, ...]:
+        """`done` after so many of the batches that were returned; None: after all, or what followers have."""
+        if taken is None and self.followers:
+            taken = self.used
+        return self.done if taken is None else self.done_after(taken)
+
     def done_after(self, count: int) -> int | tuple[int, ...]:
         """The batches done, see `done`, when ``next()`` had returned so many since ``iter()``.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shmloader.resume.compatibility import State
+from shmloader.resume.compatibility import State, with_batches
 from shmloader.resume.progress import Follower, Progress
 from shmloader.settings import Settings
 
@@ -37,6 +37,12 @@ class Epoch:
     def note_counted(self, checksum: int) -> None:
         """Note that nothing else changes, and the checksum of a state."""
         self.checksum = checksum
+
+    def counted(self, done: int) -> State:
+        """The state after so many batches, by the checksum."""
+        assert self.constant is not None
+        assert self.checksum is not None
+        return self.constant | {"batches": done, "checksum": with_batches(self.checksum, done)}
 
     def go_on(self, following: Epoch) -> None:
         """Note that another epoch has begun; whether this one was over is looked at again."""
