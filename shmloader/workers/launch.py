@@ -19,9 +19,8 @@ from shmloader.worker import parent_watch
 from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
 from shmloader.worker.loop import Loop
-from shmloader.worker.names import name_worker
 from shmloader.worker.random_state import seed_worker_process
-from shmloader.worker.ray_calls import refuse_ray
+from shmloader.workers.base import name_worker
 from shmloader.workers.spawn_payload import take_arguments
 
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
@@ -114,8 +113,24 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: f
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
-    refuse_ray()
+    _refuse_ray()
     Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+
+
+def _refuse_ray() -> None:
+    """Make calls of Ray errors, which would wait for ever: a fork has its connection without its threads."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "Ray was asked for data in a forked worker process, where it would wait for ever: its threads "
+            "are in the process that made the loader. Pass worker_type='thread' or num_workers=0 for a "
+            "dataset that calls ray.get(), ray.wait() or ray.put()."
+        )
+
+    vars(ray).update(dict.fromkeys(("get", "wait", "put"), refuse))
 
 
 def check_descriptors() -> None:
