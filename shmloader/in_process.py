@@ -16,7 +16,7 @@ from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.indices.samplers import generator_states, states_if_drawn
-from shmloader.resume import Pass
+from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport

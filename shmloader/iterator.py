@@ -26,7 +26,8 @@ from shmloader.indices.samplers import GeneratorStates, generator_states
 from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
 from shmloader.order.auto import Auto
 from shmloader.order.scheduler import Scheduler
-from shmloader.resume import Pass, States
+from shmloader.resume.passes import Pass
+from shmloader.resume.states import States
 from shmloader.settings import Settings
 from shmloader.slots import Place, PlaceTable
 from shmloader.slots.place import MAKING

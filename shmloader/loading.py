@@ -21,9 +21,9 @@ from shmloader.iterator import SlotIterator
 from shmloader.memory import why_unavailable
 from shmloader.memory.limits import ProcessorUse, cores, processor_use
 from shmloader.order.auto import Auto, auto_for
-from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.readers import Followed
+from shmloader.resume.states import States
 from shmloader.settings import AUTO, THREAD, AutoCount, Settings, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics

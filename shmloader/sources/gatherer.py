@@ -12,14 +12,7 @@ from torch.utils.data import IterableDataset
 
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 from shmloader.indices.packed_indices import PackedInts, Run
-from shmloader.sources.base import (
-    NOT_GATHERED,
-    NotGathered,
-    Rows,
-    Source,
-    array_of,
-    own_memory,
-)
+from shmloader.sources.base import NOT_GATHERED, NotGathered, Rows, Source, array_of, own_memory
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
 from shmloader.sources.default_collate import is_default_collate, joins_by_default

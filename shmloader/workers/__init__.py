@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shmloader.interrupts import HeldInterrupts
-from shmloader.resume import Pass
+from shmloader.resume.passes import Pass
 from shmloader.settings import THREAD, check_workers
 from shmloader.slots import PlaceTable
 from shmloader.torch_private import never_compiled
