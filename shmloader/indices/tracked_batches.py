@@ -78,13 +78,11 @@ class TrackedBatches(Iterator[Any]):
     def follow(
         self, taken: Callable[[], int], reads_each: Callable[[], bool] = lambda: False, looks: int = 0
     ) -> None:
-        """Follow the program.
+        """Follow the program, which has had ``taken()`` batches; of earlier ones only checksums are kept.
 
-        Args:
-            taken: Returns how many batches it has had; of earlier ones only checksums are kept.
-            reads_each: Returns whether to read the sampler's state after each batch; else before and after
-                the first one: with that, some samplers draw a seed.
-            looks: First batches that are checked in an epoch that is not resumed; `checksum` then warns.
+        The sampler's state is read after each batch if ``reads_each()``, else before and after the first one:
+        with that, some samplers draw a seed. In an epoch that is not resumed the first ``looks`` batches are
+        checked, of which `checksum` then warns.
         """
         self._taken, self._reads_each, self._looks = taken, reads_each, looks
 
