@@ -38,11 +38,12 @@ class Epoch:
         """Note that nothing else changes, and the checksum of a state."""
         self.checksum = checksum
 
-    def counted(self, done: int) -> State:
-        """The state after so many batches, by the checksum."""
-        assert self.constant is not None
-        assert self.checksum is not None
-        return self.constant | {"batches": done, "checksum": with_batches(self.checksum, done)}
+    def counted(self, done: int | tuple[int, ...]) -> State | None:
+        """The state after so many batches, if nothing else has changed since the last one."""
+        constant, checksum = self.constant, self.checksum  # which another thread may set back
+        if constant is None or checksum is None or type(done) is not int:
+            return None
+        return constant | {"batches": done, "checksum": with_batches(checksum, done)}
 
     def go_on(self, following: Epoch) -> None:
         """Note that another epoch has begun; whether this one was over is looked at again."""
@@ -174,18 +175,15 @@ class Reading(Follower):
             self.end()
             raise
         self.find_epoch()
-        self._take()
-        return batch
-
-    def _take(self) -> None:
         if self._epoch is None:
-            return
+            return batch
         # The batch was returned before it came out. So one more than were returned is the next epoch's.
         while self.count >= self._epoch.progress.returned and self._epoch.next is not None:
             self._readers.leave(self._epoch, self)
             self._follow(self._epoch.next)
         self.waits = False
         self.count += 1
+        return batch
 
     def find_epoch(self) -> None:
         """Begin with the loader's epoch, if it has not begun; at the latest, the first batch does this."""

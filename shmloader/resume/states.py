@@ -75,9 +75,9 @@ class States:
         epoch = self.readers.shown
         goes_on = epoch is not None and not (taken is None and epoch.progress.is_over)
         if loaded is None and epoch is not None and epoch.checksum is not None and goes_on:
-            done = epoch.progress.done_when(taken)
-            if type(done) is int:
-                return epoch.counted(done)
+            counted = epoch.counted(epoch.progress.done_when(taken))
+            if counted is not None:
+                return counted
         if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
