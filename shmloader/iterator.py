@@ -379,11 +379,6 @@ class SlotIterator(torch_private.OwnOrder):
         return not self._all_workers.workers or self._lifecycle.phase is BROKEN
 
     @property
-    def pids(self) -> list[int | None]:
-        """The ids of its worker processes."""
-        return [process.pid for process in self._all_workers.processes]
-
-    @property
     def _workers(self) -> list[Any]:
         """The processes, under the name at which Ultralytics looks for them in torch's iterator."""
         return self._all_workers.processes

@@ -27,7 +27,7 @@ from shmloader.resume.states import States
 from shmloader.settings import AUTO, THREAD, AutoCount, Settings, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing
+from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing, worker_pids
 from shmloader.worker.dataset_setup import setup_methods_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -271,7 +271,7 @@ class Loading:
 
     def pids(self) -> list[int | None]:
         """The ids of its live iterators' worker processes."""
-        return [pid for iterator in self.live() for pid in iterator.pids]
+        return [pid for iterator in self.live() for pid in worker_pids(iterator)]
 
     def profile(self, every_s: float, tell: Callable[[Any], object] | None) -> Profile:
         """A profile of the epochs that begin while it is entered."""
