@@ -40,14 +40,7 @@ def start_workers(
 ) -> Workers:
     """Start the workers; settings that these do not support, which some frameworks set late, are errors.
 
-    Args:
-        one_pass: The first one.
-        table: The iterator's.
-        dataset: The dataset as torch's iterator has it.
-        most_workers: The number of workers that each is told.
-        init_fn: Called with its number in each, or None.
-        base_seed: The iterator's.
-        shared_seed: The seed that torch has drawn for all workers (DataPipes), or None.
+    Dataset, ``init_fn`` and seeds are those of torch's iterator. Each worker is told of ``most_workers``.
     """
     settings, stream = one_pass.settings, one_pass.stream
     check_workers(settings, settings.dataset, settings.multiprocessing_context)

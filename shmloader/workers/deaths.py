@@ -22,14 +22,9 @@ _MOST_TOLD = 9  # processes whose memory an error names
 def error_of(
     dead: Any, indices: tuple[object, ...], why: str, explain: Callable[[], str], stacks: StackFile
 ) -> WorkerDied:
-    """The error for a dead `ProcessWorker` that held these index batches.
+    """The error for a dead `ProcessWorker` that held these index batches, and ``why`` it was not restarted.
 
-    Args:
-        dead: The worker.
-        indices: The index batches, oldest first.
-        why: Why it was not restarted, or "".
-        explain: Called if it was killed: see `explain_kill`.
-        stacks: Has the traceback of one that could not start.
+    ``explain`` is called if it was killed; ``stacks`` has the traceback of one that could not start.
     """
     dead.process.join(_DEATH_S)
     code, pid = dead.process.exitcode, dead.pid
