@@ -24,7 +24,7 @@ from torch.utils.data import default_collate, default_convert
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
-from shmloader.sources.default_collate import SAME_AS_TORCHS, collate_map_is_pristine
+from shmloader.sources.gatherer import SAME_AS_TORCHS, collate_map_is_pristine
 
 _LABELS, _NO_LABEL = "labels", -100  # which torch's losses ignore
 _in_worker_process = False
