@@ -37,15 +37,10 @@ class Begin(NamedTuple):
 def batch_of(
     settings: Settings, epoch: int, number: int, seeds: Seeds | None, told: int | None, begin: Begin
 ) -> Any:
-    """A loader's batch of a number in an epoch; see `DataLoader.batch`.
+    """A loader's batch of a number in an epoch: see `DataLoader.batch`.
 
-    Args:
-        settings: The loader's.
-        epoch: As the program passes it to ``set_epoch()``.
-        number: From 0 on, on this rank.
-        seeds: Of the epoch, or None if they are not known.
-        told: The epoch that the dataset was told last, or None.
-        begin: Where the epoch in progress was begun.
+    ``seeds`` are the epoch's, or None if they are not known; ``told`` is the epoch that the dataset was told
+    last, or None.
     """
     if settings.is_iterable:
         raise ResumeError(

@@ -283,9 +283,7 @@ class Counters:
     def begin_epoch(self, num_workers: int = 0, *, starts: bool = False) -> None:
         """Count the time in the loop from now on; time outside of epochs does not count.
 
-        Args:
-            num_workers: Workers now.
-            starts: Whether workers were started for this epoch.
+        There are ``num_workers`` now; with ``starts`` they were started for this epoch.
         """
         self.earlier_ns = self.iterating_ns
         self.began_ns = self.last_next_ns = time.perf_counter_ns()

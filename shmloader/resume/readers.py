@@ -148,11 +148,8 @@ class Readers:
 class Reading(Follower):
     """The progress of one reader behind a look-ahead. Make it before the look-ahead begins to read.
 
-    Args:
-        readers: The loader's.
-        reader: The object that hands out the batches. It is not kept.
-        explain: Raises the error for a reader whose batches are not of this loader; or returns, if the loader
-            has no states.
+    ``reader`` hands out the batches, and is not kept. ``explain`` raises the error for a reader whose batches
+    are not of this loader, or returns, if the loader has no states.
     """
 
     def __init__(self, readers: Readers, reader: object, explain: Callable[[], None]) -> None:

@@ -63,10 +63,8 @@ class States:
     def state(self, read: Callable[[], Settings], loaded: State | None, taken: int | None = None) -> State:
         """The state of a loader. Takes a microsecond if only the count of batches has changed since the last.
 
-        Args:
-            read: Reads the loader's settings as they are now; in an epoch those of its beginning count.
-            loaded: The state that was loaded, or None.
-            taken: After how many of the batches that were returned since ``iter()``; None for now.
+        In an epoch the settings of its beginning count, else those that ``read`` gives. ``loaded`` is a state
+        that was loaded. ``taken`` is for the place after so many of the batches returned since ``iter()``.
 
         Raises:
             ResumeError: If two iterators are in use at once, a sampler's own state cannot be saved, or so

@@ -62,12 +62,8 @@ _Leaves = list[tuple[_Seen, int]]
 def holders(extents: Iterable[Extent]) -> str:
     """The variables that keep the batches in the given slots, in a sentence for a warning.
 
-    Args:
-        extents: The slots whose batches the program keeps.
-
-    Returns:
-        The variables that keep most batches, each with a leaf of a batch by its expression; or, if they lead
-        to less than half of the batches, where others may be.
+    Those that keep most of them, each with a leaf of a batch by its expression; or, if they lead to less than
+    half of the batches, where others may be.
     """
     slots = {extent.address: extent.nbytes for extent in extents}
     begins = sorted(slots)
