@@ -90,11 +90,7 @@ class Loading:
         return _delivered(loader, torchs_iter())
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
-        """The batches of an iterator for ``async for``.
-
-        Raises:
-            NotImplementedError: If torch's own iterator loads, or a subclass iterates in its own way.
-        """
+        """The batches of an iterator for ``async for``; `NotImplementedError` for one that is not ours."""
         if isinstance(iterator, (SlotIterator, InProcessIterator)):
             return aiter(iterator)
         loader = self.loader()

@@ -64,11 +64,7 @@ class CompactStates:
 
 
 def set_to(compact_state: str, generator: torch.Generator) -> None:
-    """Set a generator to a compact state.
-
-    Raises:
-        ResumeError: If it is a whole state, of a torch whose generators have others.
-    """
+    """Set a generator to a compact state; `ResumeError` if it is a whole one of another torch."""
     kind, *parts = compact_state.split()
     if kind == "drawn":
         seed, drawn = map(int, parts)

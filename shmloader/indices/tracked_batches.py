@@ -168,11 +168,7 @@ class TrackedBatches(Iterator[Any]):
 
 
 def state_of(sampler: Any, before: Any = None) -> Any:
-    """A copy of a sampler's own state; it shares what has not changed with a copy from before.
-
-    Raises:
-        ResumeError: If it cannot be had.
-    """
+    """A copy of a sampler's state, which shares what has not changed with ``before``; or a `ResumeError`."""
     try:
         return _copy(sampler.state_dict(), before)
     except Exception as error:

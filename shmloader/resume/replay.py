@@ -104,11 +104,7 @@ def set_generator(generator: torch.Generator | None, loaded: State, name: str) -
 
 
 def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded: State) -> None:
-    """Draw batches that the program has had, from batch ``begin`` on.
-
-    Raises:
-        ResumeError: If they are others or too few, or the sampler draws from a global generator.
-    """
+    """Draw batches that the program has had, from ``begin`` on; `ResumeError` if they are not the same."""
     taken, checksum, found = loaded["batches"], loaded["sampler_checksum"], None
     if isinstance(iterator, TrackedBatches):
         iterator.follow(lambda: taken)

@@ -221,11 +221,7 @@ class States:
     # --- continuing from one
 
     def load(self, settings: Settings, state: Mapping[str, Any], set_epoch: Callable[[int], None]) -> State:
-        """Check a state, and call ``set_epoch`` with its number; returns what the next pass begins with.
-
-        Raises:
-            ResumeError: If it does not fit the loader.
-        """
+        """Check a state, and call ``set_epoch`` with its number; what the next pass begins with."""
         compatibility.check_fit(state, settings)
         if state["stream"]:
             rules_for(settings, dict(state))  # raises where it does not fit
