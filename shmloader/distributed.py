@@ -24,11 +24,7 @@ _ends = itertools.count()
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This rank and the number of ranks: those of ``torch.distributed``, else those of the environment.
-
-    Raises:
-        ValueError: If ``RANK`` and ``WORLD_SIZE`` are no rank and no number of ranks.
-    """
+    """This rank and the number of ranks: of ``torch.distributed``, else of valid environment variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")

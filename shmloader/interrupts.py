@@ -178,10 +178,7 @@ class Lifecycle:
 
 
 def is_led_to_by_close(error: BaseException, interrupted: bool) -> bool:
-    """Whether an exception has only come about by ``close()``, in another thread or a signal handler.
-
-    ``interrupted``: whether that has interrupted the iterator's wait for its workers.
-    """
+    """Whether only ``close()`` elsewhere led to an exception: it ``interrupted`` the wait for workers."""
     if isinstance(error, LoaderClosed):
         return _is_cut_off()
     kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)

@@ -110,11 +110,7 @@ class Loading:
             )
 
     def make_iterator(self) -> SlotIterator | InProcessIterator | None:
-        """An iterator over a loader; None, with a warning, if torch's own has to be used.
-
-        Raises:
-            LoaderClosed: If the loader is closed while its workers are being started.
-        """
+        """An iterator over a loader; None, with a warning, if torch's own has to be used."""
         self.owners, loader = None, self.loader()
         if _must_load_as_torch(loader):
             self.counters.note_torchs_way()
@@ -286,11 +282,7 @@ def _why_as_torch(dataset: object, num_workers: int) -> str:
 
 
 def _must_load_as_torch(loader: Any) -> bool:
-    """Whether a loader has to leave its batches to torch's own iterator; warns once of what is lost by it.
-
-    Raises:
-        NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
-    """
+    """Whether torch's own iterator has to load, and may; warns once of what is lost by it."""
     why = _why_as_torch(loader.dataset, loader.num_workers)
     if not why:
         return False

@@ -338,10 +338,7 @@ class Counters:
         return not before
 
     def note_first_batch(self, made_ns: int) -> None:
-        """Count the wait for the first batch of an epoch, or for one left out before it.
-
-        Its worker made it in ``made_ns``.
-        """
+        """Count the wait for an epoch's first batch, or one left out before; it took ``made_ns`` to make."""
         waited_ns = self.wait_for_workers_ns - self.waited_before_ns
         self.waited_before_ns = self.wait_for_workers_ns
         self.wait_for_first_batches_ns += waited_ns

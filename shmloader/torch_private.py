@@ -238,11 +238,7 @@ def before_compiling(call: Callable[[], None]) -> None:
 
 
 def move_to_private_memory(storage: Any) -> Any:
-    """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
-
-    Returns:
-        A storage that owns the former memory; None if this torch cannot move it.
-    """
+    """Move a storage to memory that torch can resize; returns one of its former memory, or None."""
     private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
     try:
         storage._swap_data_ptr_(private)

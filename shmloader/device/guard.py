@@ -95,10 +95,7 @@ class DeviceGuard(Guard):
         return held
 
     def record_end(self, held: Held, stream: int, device: int) -> None:
-        """Let go of it when the copies that are queued on a stream now are done.
-
-        Raises `DriverError` if their end cannot be known. Then all that waits for it is kept.
-        """
+        """Let go of it when the copies queued on a stream now are done; a `DriverError` keeps it all."""
         try:
             held.record(self.driver, stream, device)
         except DriverError:

@@ -60,11 +60,7 @@ class ReportCounts:
     _warned: bool = False
 
     def take(self, report: Report, batches: int) -> Any:
-        """Count what a report tells; returns its batch, or ``LEFT_OUT``. Before it came so many batches.
-
-        Raises:
-            NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.
-        """
+        """Count what a report tells, behind so many batches; returns its batch, or ``LEFT_OUT``."""
         bad: list[BadSample] = pickle.loads(report.bad_samples) if report.bad_samples else []
         self.bad_samples += len(bad)
         self.bad_sample_list += tuple(bad[: _MOST_LISTED - len(self.bad_sample_list)])

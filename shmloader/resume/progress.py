@@ -156,11 +156,7 @@ class Progress:
         return self.done if taken is None else self.done_after(taken)
 
     def done_after(self, count: int) -> int | tuple[int, ...]:
-        """The batches done, see `done`, when ``next()`` had returned so many since ``iter()``.
-
-        Raises:
-            ResumeError: If it has returned fewer, or out of order and too many since.
-        """
+        """`done` when ``next()`` had returned so many since ``iter()``; `ResumeError` if it is unknown."""
         returned, begun = self.returned, self._begun
         if not 0 <= count <= returned:
             raise ResumeError(

@@ -69,10 +69,7 @@ def sigterm_grace_s() -> float:
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_s: float) -> Any:
-    """Start a process with the result of `SpawnPayload.for_worker`; `WorkerDied` if it ends at its start.
-
-    After SIGTERM it goes on for ``grace_s``; see `sigterm_grace_s`.
-    """
+    """Start a process with what a worker is given; `WorkerDied` if it ends at its start."""
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     arguments = given, pipes, os.getpid(), by_leader, grace_s
