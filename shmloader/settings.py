@@ -223,10 +223,7 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
 def check_torchs(
     batch_size: Any, num_workers: Any, prefetch_factor: Any, timeout: Any, generator: Any
 ) -> None:
-    """Check those arguments of torch's that it takes, or refuses without their names.
-
-    Raises TypeErrors; ValueErrors for ``prefetch_factor=0``, and a ``batch_size`` that is a text, as torch.
-    """
+    """Check those arguments of torch's that it takes, or refuses without their names."""
     if isinstance(batch_size, str):
         raise ValueError(  # noqa: TRY004 - as torch's
             f"batch_size should be a positive integer value, but got batch_size={batch_size!r}: pass an int, "

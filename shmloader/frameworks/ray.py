@@ -66,12 +66,7 @@ def _prepare(prepare: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build a loader with the class and the options of the one that Ray prepares; torch's as Ray does.
-
-    Raises:
-        ValueError: For a batch sampler of the program's own, which Ray leaves out: it would load sample by
-            sample.
-    """
+    """Build a loader with the class and the options of the one that Ray prepares; torch's as Ray does."""
     original = _original.get()
     if not isinstance(original, DataLoader):
         return _TORCHS(dataset, *args, **kwargs)

@@ -82,11 +82,7 @@ def _is_of_ints(indices: Any) -> bool:
 
 @functools.cache
 def why_unlike_torchs(kind: type) -> str | None:
-    """The reason why arrays do not match torch's iteration over small samplers of a class; None if they do.
-
-    The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
-    once for each class, and leaves the global generator as it was.
-    """
+    """The reason why arrays do not match torch's iteration over small samplers of a class; or None."""
     before, generator = torch.get_rng_state(), torch.Generator()
     begin = generator.get_state()
 

@@ -139,9 +139,6 @@ class TrackedBatches(Iterator[Any]):
         for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
         before it: with the one after it the sampler may have begun anew. If later batches came early to an
         earlier program and are not drawn again yet, it is the state after the last that is drawn.
-
-        Raises:
-            ResumeError: If the sampler's state could not be taken.
         """
         wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
         if wanted not in self._after:  # the epoch was resumed after this batch, so there was another

@@ -192,10 +192,7 @@ def map_file(
     The death of the owner unmaps it, and so does its ``close()``. ``flags`` are ``MAP_SHARED``, or
     ``MAP_PRIVATE`` with or without `MAP_NORESERVE`. From `HUGE_NBYTES` on the address is a multiple of that,
     unless there is too little address space.
-
-    Raises:
-        SharedMemoryExhausted: If there is no address space for it.
-        LoaderError: If there is no C library to call.
+    Raises `SharedMemoryExhausted` without address space, `LoaderError` without a C library.
     """
     if libc is None:
         check_memory()

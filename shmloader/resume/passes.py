@@ -82,13 +82,8 @@ class Pass:
     ) -> tuple[Iterator[Any], Progress]:
         """Begin the epoch: returns its index batches, from its place on, and its progress.
 
-        Args:
-            sampler_iter: Iterates over the index batches, from the epoch's beginning.
-            before: States of the generators before it draws; None if it draws only with the first batch.
-            seeds: The iterator's base seed, and the number of its epochs before this one.
-
-        Raises:
-            ResumeError: If the state cannot be resumed from.
+        ``before`` are the states of the generators before the sampler draws; None if it draws only with the
+        first batch. Raises `ResumeError` if the state cannot be resumed from.
         """
         settings, goes_on = self.settings, self._goes_on
         sampler_epoch = getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None)

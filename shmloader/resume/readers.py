@@ -159,11 +159,7 @@ class Reading(Follower):
         readers.expect(weakref.ref(reader))
 
     def next(self, give: Callable[[], _T]) -> _T:
-        """The look-ahead's next batch, from ``give``; its ``StopIteration`` ends the epoch for the program.
-
-        Raises:
-            ResumeError: If the loader has begun no epoch.
-        """
+        """The look-ahead's next batch, from ``give``; ``StopIteration`` ends the program's epoch."""
         self.waits = True
         try:
             batch = give()

@@ -30,10 +30,7 @@ from shmloader.resume.user_states import unpack_user_state
 def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
     """Iterate over an epoch's index batches, from the place of a state in mid-epoch.
 
-    The generator is the loader's, as it was when the epoch began.
-
-    Raises:
-        ResumeError: If the sampler does not come to the same place.
+    The generator is the loader's, as it was when the epoch began. A sampler that comes elsewhere is an error.
     """
     if samplers.sampler_with_state(index_sampler) is not None:
         return batches_by_own_state(index_sampler, loaded, generator)

@@ -55,9 +55,6 @@ def sigterm_grace_s() -> float:
 
     0 unless this process handles SIGTERM: a process group gets the signal as a whole (from Slurm, say), and a
     program with a handler needs its workers until it has saved its state.
-
-    Raises:
-        ValueError: If the environment variable for it is no number of seconds.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         return 0.0

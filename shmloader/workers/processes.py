@@ -326,10 +326,7 @@ class ProcessWorkers(BaseWorkers):
         return self._stacks.ask(self.workers[worker_id].pid)
 
     def died(self, worker_id: int, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead process that held these index batches; ``why`` says why it was not restarted.
-
-        It has the loader's ``memory`` figures if the kernel seems to have killed the process for memory.
-        """
+        """The error for a dead process that held these index batches; it may have ``memory`` figures."""
         dead = self.workers[worker_id]
         pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
 
