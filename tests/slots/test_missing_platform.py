@@ -19,9 +19,9 @@ MISSING = {
 NEEDS_NO_EVENTFD = ("eventfd", "eventfd refused")
 
 
-# A spawned worker imports torch anew: in `make test` only where all is missing.
+# A spawned worker imports torch anew.
 CASES = [(what, "fork") for what in MISSING] + [
-    pytest.param(what, "spawn", marks=() if what == "windows" else pytest.mark.long) for what in MISSING
+    pytest.param(what, "spawn", marks=pytest.mark.long) for what in MISSING
 ]
 
 
