@@ -13,8 +13,8 @@ import pytest
 import traced_files
 from warm_python import warm_python
 
-WRITES = 45
-BATCH_FILES, ITER_FILES = 22, 35
+WRITES = 40
+BATCH_FILES, ITER_FILES = 22, 32
 
 PLANTED = """
 class Owner:

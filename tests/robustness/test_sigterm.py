@@ -116,11 +116,12 @@ def test_the_main_process_still_ends_a_worker_that_hangs(tmp_path: Path) -> None
         from loading import Numbered
 
         from shmloader import DataLoader
+        from shmloader.torch_private import worker_pids
 
         assert torch.get_num_threads()
         loader = DataLoader(Numbered(8, delay_s=60.0), num_workers=2)
         iterator = iter(loader)
-        family = [psutil.Process(pid) for pid in iterator.pids]
+        family = [psutil.Process(pid) for pid in worker_pids(iterator)]
         time.sleep(0.3)  # they are past their start
         began_s = time.monotonic()
         iterator._all_workers.close(grace_s=0.0)
