@@ -178,6 +178,7 @@ def open_store(
     lazy: bool = False,
     cache_nbytes: int | None = None,
     filesystem: Any = None,
+    verify: bool | None = None,
 ) -> Store:
     """Open files as a store, read-only.
 
@@ -205,6 +206,9 @@ def open_store(
         filesystem: With ``lazy``: the file system of the paths, a ``pyarrow.fs.FileSystem`` or one of
             fsspec's. None: the local one, or for URLs (``s3://``, ``gs://``, ``https://``) that which Arrow
             or fsspec has for them.
+        verify: Whether to compare local files with the checksums that ``save`` wrote, which reads each as a
+            whole, about 1 s for a gigabyte. None: only Parquet that is unpacked now, and other files if all
+            of them take 64 MiB at most. With True a file without checksums is an error.
 
     Returns:
         The store. The rows of a table are dicts. Where a mapping or a set was saved, it is a `MappingStore`
@@ -213,19 +217,19 @@ def open_store(
     Raises:
         FileNotFoundError: If there is no such file.
         TypeError: If ``columns`` is one name instead of a list of names.
-        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), or damaged; if the
-            files differ in their columns; if it has pickled values that were not allowed, with their names,
-            or values of a class whose module is not loaded.
+        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), or damaged, or is not
+            what its checksums say; if the files differ in their columns; if it has pickled values that were
+            not allowed, with their names, or values of a class whose module is not loaded.
         KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """
     if lazy:
         from shmloader.store import lazy as lazily  # imports pyarrow
 
-        return lazily.open_lazily(path, columns, allow_pickle, cache_nbytes, filesystem)
+        return lazily.open_lazily(path, columns, allow_pickle, cache_nbytes, filesystem, verify)
     if cache_nbytes is not None or filesystem is not None:
         raise ValueError("cache_nbytes and filesystem are for files that are read lazily: pass lazy=True too")
     from shmloader.store import files  # imports pyarrow
 
-    store: Store = files.open_store(path, columns=columns, allow_pickle=allow_pickle)
+    store: Store = files.open_store(path, columns=columns, allow_pickle=allow_pickle, verify=verify)
     return store

@@ -21,6 +21,7 @@ from pyarrow import types as arrow
 
 from shmloader.errors import LoaderError
 from shmloader.memory.mapping import make_writable
+from shmloader.store.checksums import check
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_in
@@ -39,13 +40,18 @@ FilePath = str | os.PathLike[str]
 _BATCH_NBYTES, _MOST_BATCH_ROWS = 16 << 20, 1 << 16  # of Parquet that is decoded at once, about
 _SAMPLED_GROUPS, _SAMPLED_ROWS = 16, 64
 _DICTIONARY_SHARE = 8  # a batch is so many times as large as its dictionaries
+_MOST_VERIFIED_NBYTES = 64 << 20  # of mapped files, where nobody asked for it: some 50 ms
 _READ_NBYTES = 1 << 20  # at a time; else Arrow reads a whole column of a row group
 
 _PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 
 
 def open_store(
-    path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
+    path: FilePath | Sequence[FilePath],
+    *,
+    columns: Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    verify: bool | None = None,
 ) -> Any:
     """Open files as a store; see `shmloader.store.open_store`."""
     check_names(columns)
@@ -53,6 +59,7 @@ def open_store(
     if not paths or "" in paths:  # pathlib takes "" for the current folder
         raise FileNotFoundError(f"path={path!r} names no file")
     found = [str(Path(one).resolve()) for each in paths for one in files_of(os.fspath(each))]
+    check_files(found, verify)
     form = checked_rows(found, _schema_of, columns, allow_pickle=allow_pickle)
     chunks = _chunks_of(found, columns, allow_pickle)
     with naming(found[0]):
@@ -67,6 +74,18 @@ def check_names(columns: Sequence[str] | None) -> None:
     """Refuse one name in place of a list of names."""
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
+
+
+def check_files(paths: Sequence[str], verify: bool | None) -> None:
+    """Compare files with their checksums; with None all if they are small, else those that are unpacked."""
+    if verify is False:
+        return
+    is_small = sum(Path(path).stat().st_size for path in paths) <= _MOST_VERIFIED_NBYTES
+    for path in paths:
+        with naming(path):
+            is_read = verify or is_small or _magic_of(path) == _PARQUET_MAGIC
+            if is_read and not check(path) and verify:
+                raise ValueError(f"{path} has no checksums, which store.save writes: leave verify=True out")
 
 
 def checked_rows(

@@ -17,7 +17,7 @@ from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import PythonType, types_in
 from shmloader.store.description import StoreDescription, describe_columns
-from shmloader.store.files import FilePath, check_names
+from shmloader.store.files import FilePath, check_files, check_names
 from shmloader.store.row_groups import FileSystem, RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -35,6 +35,7 @@ def open_lazily(
     allow_pickle: bool,
     cache_nbytes: int | None,
     filesystem: Any,
+    verify: bool | None,
 ) -> LazyStore:
     """Open Parquet files as a lazy store; see `shmloader.store.open_store`."""
     check_names(columns)
@@ -51,6 +52,10 @@ def open_lazily(
         if not other.opened.equals(used.opened):
             raise ValueError(f"{one} lies in another file system than {paths[0]}: open them apart")
     found = [file for _, files in places for file in files]
+    if verify and not used.is_local:
+        raise ValueError("verify=True reads whole files, and these are not local: leave it out")
+    if verify:
+        check_files(found, verify)
     groups = RowGroups(found, used, columns, allow_pickle)
     if groups.form["rows"] not in ("table", "column"):
         raise ValueError(
