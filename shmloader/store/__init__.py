@@ -81,22 +81,18 @@ _Object = TypeVar("_Object")
 
 # What type checkers see. They cannot know that a container of few large containers stays one of its kind.
 @overload
-def share(data: _Array, *, copy: bool = False, progress: bool | None = None) -> _Array: ...
+def share(data: _Array, *, copy: bool = False) -> _Array: ...
 @overload
-def share(data: torch.Tensor, *, copy: bool = False, progress: bool | None = None) -> torch.Tensor: ...
+def share(data: torch.Tensor, *, copy: bool = False) -> torch.Tensor: ...
 @overload
-def share(
-    data: Sequence[_Row] | Iterator[_Row], *, copy: bool = False, progress: bool | None = None
-) -> Store[_Row]: ...
+def share(data: Sequence[_Row] | Iterator[_Row], *, copy: bool = False) -> Store[_Row]: ...
 @overload
-def share(
-    data: Mapping[_Key, _Value], *, copy: bool = False, progress: bool | None = None
-) -> MappingStore[_Key, _Value]: ...
+def share(data: Mapping[_Key, _Value], *, copy: bool = False) -> MappingStore[_Key, _Value]: ...
 @overload
-def share(data: AbstractSet[_Row], *, copy: bool = False, progress: bool | None = None) -> SetStore[_Row]: ...
+def share(data: AbstractSet[_Row], *, copy: bool = False) -> SetStore[_Row]: ...
 @overload
-def share(data: _Object, *, copy: bool = False, progress: bool | None = None) -> _Object: ...
-def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
+def share(data: _Object, *, copy: bool = False) -> _Object: ...
+def share(data: Any, *, copy: bool = False) -> Any:
     """Put data into memory that all processes of this host share, once and read-only.
 
     Call it in the main process, before the loader is made. Under fork workers inherit the memory; under
@@ -131,8 +127,6 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
         copy: Whether arrays and tensors that are read from rows are private copies, for samples that are
             changed in place. By default they are views: read-only arrays, and tensors to which a write stays
             in the process.
-        progress: Whether to show a progress bar; None shows one if sharing takes long and stderr is a
-            terminal or a notebook.
 
     Returns:
         The shared form of ``data``; ``data`` itself if it is shared already, or nothing in it is large.
@@ -148,7 +142,7 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
     """
     from shmloader.store.attributes import share_graph  # imports pyarrow
 
-    return share_graph(data, copy=copy, progress=progress)
+    return share_graph(data, copy=copy)
 
 
 def unshare(data: Any) -> Any:
