@@ -55,10 +55,7 @@ def open_store(
 ) -> Any:
     """Open files as a store; see `shmloader.store.open_store`."""
     check_names(columns)
-    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
-    if not paths or "" in paths:  # pathlib takes "" for the current folder
-        raise FileNotFoundError(f"path={path!r} names no file")
-    found = [str(Path(one).resolve()) for each in paths for one in files_of(os.fspath(each))]
+    found = [str(Path(one).resolve()) for each in paths_of(path) for one in files_of(each)]
     check_files(found, verify)
     form = checked_rows(found, _schema_of, columns, allow_pickle=allow_pickle)
     chunks = _chunks_of(found, columns, allow_pickle)
@@ -68,6 +65,14 @@ def open_store(
             factory = FACTORIES[form["missing"]] if "missing" in form else None
             return MappingStore(store, index_of(store.column("key") if len(store) else store), factory)
         return SetStore(store, index_of(store)) if form["rows"] == "set" else store
+
+
+def paths_of(path: FilePath | Sequence[FilePath]) -> list[str]:
+    """The paths that are given, one or several; FileNotFoundError if there is none."""
+    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
+    if not paths or "" in paths:  # pathlib takes "" for the current folder
+        raise FileNotFoundError(f"path={path!r} names no file")
+    return list(map(os.fspath, paths))
 
 
 def check_names(columns: Sequence[str] | None) -> None:
@@ -190,12 +195,10 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, all
             "If you trust the file's source: shmloader.open(path, allow_pickle=True); or choose "
             "other columns, columns=[...]"
         )
-    for kind in (kind for field in fields for kind in types_in(field.type)):
-        if isinstance(kind, PythonType) and "python" in kind.parameters:
-            try:
-                ClassFinder().find(kind)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+    try:
+        ClassFinder().find_all(kind for field in fields for kind in types_in(field.type))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if any(find_types(field.type, Links) for field in fields):
         raise ValueError("it has columns that refer to others, which no file has")
 
