@@ -319,27 +319,38 @@ def test_each_changed_byte_of_a_saved_file_is_noticed(tmp_path: Path, suffix: st
 def test_checksums_are_looked_at_as_the_program_wishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    row, changed = {"text": "a" * 20}, "not those that were written"
     for suffix in ("arrow", "parquet"):
         path, foreign = tmp_path / f"saved.{suffix}", tmp_path / f"foreign.{suffix}"
-        share([{"text": "a" * 20}] * 100).save(path)
+        share([row] * 100).save(path)
         write = pa.feather.write_feather if suffix == "arrow" else pq.write_table
         write(pa.table({"text": ["a" * 20] * 100}), foreign)
         data = path.read_bytes()
-        place = data.index(b"aaaa") + 3
-        path.write_bytes(data[:place] + b"b" + data[place + 1 :])
-        assert "b" in shmloader.open(path, verify=False)[0]["text"]
+        place = data.index(b"shmlCRC1") - 1
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert shmloader.open(path, verify=False)[0] == row
         for verify in (None, True):
-            with pytest.raises(ValueError, match=r"bytes 0 to [\d,]+ are not those that were written"):
+            with pytest.raises(ValueError, match=changed):
                 shmloader.open(path, verify=verify)
         with pytest.raises(ValueError, match="has no checksums"):
             shmloader.open(foreign, verify=True)
-        assert shmloader.open(foreign)[0] == {"text": "a" * 20}
-    assert "b" in shmloader.open(path, lazy=True)[0]["text"]
-    with pytest.raises(ValueError, match="not those that were written"):
+        assert shmloader.open(foreign)[0] == row
+    assert shmloader.open(path, lazy=True)[0] == row
+    with pytest.raises(ValueError, match=changed):
         shmloader.open(path, lazy=True, verify=True)
     monkeypatch.setattr("shmloader.store.files._MOST_VERIFIED_NBYTES", 0)
-    assert "b" in shmloader.open(path.with_suffix(".arrow"))[0]["text"]
-    with pytest.raises(ValueError, match="not those that were written"):
+    assert shmloader.open(path.with_suffix(".arrow"))[0] == row
+    with pytest.raises(ValueError, match=changed):
+        shmloader.open(path)
+
+
+def test_the_changed_block_of_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "saved.arrow"
+    share(np.arange(500_000).tolist()).save(path)
+    data = bytearray(path.read_bytes())
+    data[1_500_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"saved\.arrow.*bytes 1,048,576 to [\d,]+ are not"):
         shmloader.open(path)
 
 
