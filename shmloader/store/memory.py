@@ -216,7 +216,7 @@ class Table:
             SharedMemoryExhausted: If the host has not enough memory left.
         """
         self.python_nbytes += nbytes_of_rows(values)
-        self.append_batch(batch_of(self.encoder.encode(values)))
+        self.append_batch(batch_of(self.encoder.encode_rows(values)))
 
     def append_items(self, items: list[tuple[Any, Any]]) -> None:
         """Append one chunk of a mapping's items."""
