@@ -47,14 +47,14 @@ def check(path: str) -> bool:
         footer = file.read()
         file.seek(min(nbytes, end))
         written = file.read(max(0, end - nbytes))
-        found = _checksums_of(file, nbytes) if crc32(footer, crc32(written)) == checksum else b""
+        if crc32(footer, crc32(written)) != checksum:
+            raise ValueError("its footer or its checksums are not those that were written")
+        found = _checksums_of(file, nbytes)
         for block in range(0, len(found), 4):
             if found[block : block + 4] != written[block : block + 4]:
                 begin = block // 4 * _BLOCK_NBYTES
                 after = min(begin + _BLOCK_NBYTES, nbytes)
                 raise ValueError(f"bytes {begin:,} to {after:,} are not those that were written")
-        if nbytes and not found:
-            raise ValueError("its footer or its checksums are not those that were written")
         return True
 
 

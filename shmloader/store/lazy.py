@@ -49,9 +49,9 @@ def open_lazily(
         if not other.opened.equals(used.opened):
             raise ValueError(f"{one} lies in another file system than {paths[0]}: open them apart")
     found = [file for _, files in places for file in files]
-    if verify and not used.is_local:
-        raise ValueError("verify=True reads whole files, and these are not local: leave it out")
     if verify:
+        if not used.is_local:
+            raise ValueError("verify=True reads whole files, and these are not local: leave it out")
         check_files(found, verify)
     groups = RowGroups(found, used, columns, allow_pickle)
     if groups.form["rows"] not in ("table", "column"):
