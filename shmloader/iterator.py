@@ -35,10 +35,9 @@ from shmloader.statistics import Counters, Recorder
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.epoch_settings import EpochSettings
+from shmloader.worker.epoch_settings import EpochCall, EpochSettings
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
-from shmloader.worker.random_state import GlobalStates
 from shmloader.workers import Workers, start_workers, stop_workers
 
 if TYPE_CHECKING:
@@ -75,7 +74,9 @@ class SlotIterator(torch_private.OwnOrder):
         self._lifecycle = Lifecycle()
         self._recorder: Recorder | None = None  # of this epoch, if it is profiled
         self._waits = True  # whether the present call waits for its batch
-        self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
+        self._calls: list[EpochCall] = []  # of ``set_epoch()``, not sent to workers yet
+        # Calls that lead a changed dataset back to the present epoch, in a worker that replaces another.
+        self._calls_back: list[EpochCall] = []
         self._states = states
         self._base_seed, epoch = one_pass.seeds(int(self._base_seed))
         device = settings.target
@@ -115,6 +116,7 @@ class SlotIterator(torch_private.OwnOrder):
             rules=FetchRules.of(settings, None if stream is None else stream.rules),
             base_seed=int(self._base_seed),
             shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
+            calls=self._calls_back,
             init_fn=init_fn,
             seeds_samples=settings.seeds_samples,
             places=settings.place_results,
@@ -172,6 +174,7 @@ class SlotIterator(torch_private.OwnOrder):
                 EpochSettings(self._shared_seed, self._calls, self._counters.make_probe), 5
             )
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
+            self._calls_back.clear()
             self._exchange.begin_epoch(settings)
         first_worker = 0 if self._stream is None else self._stream.first_worker
         scheduler.begin_epoch(batches, self._progress.done, first_worker)
@@ -201,10 +204,30 @@ class SlotIterator(torch_private.OwnOrder):
         """Have another decoder, which sees the memory of each batch, read the batches from now on."""
         self._decoder = decoder
 
-    def set_epoch(self, epoch: int, states: GlobalStates) -> None:
-        """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
+    def await_replacements(self) -> None:
+        """Wait until no worker is handing over to a new one, which gets the dataset as it is now."""
+        lifecycle = self._lifecycle
+        if self.closed or not self._exchange.is_renewing:
+            return
+        try:
+            is_whole = lifecycle.enter()
+            if is_whole:
+                self._exchange.await_renewed()
+            lifecycle.leave()
+            lifecycle.phase = IDLE if is_whole else BROKEN
+        except BaseException as error:
+            lifecycle.fail(error)
+            raise
+
+    def set_epoch(self, call: EpochCall, before: EpochCall | None) -> None:
+        """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins.
+
+        The program's dataset has heard it already, and ``before`` was its last call until then.
+        """
+        if self._exchange.note_told_ahead(can_tell_back=before is not None) and before is not None:
+            self._calls_back.append(before)
         if self._persistent_workers:  # others get the dataset as it is then
-            self._calls.append((epoch, states))
+            self._calls.append(call)
 
     # --- batches
 

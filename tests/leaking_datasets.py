@@ -51,6 +51,30 @@ class Told(Leaking):
         return super().__getitem__(index) | {"epoch": self.epoch}
 
 
+class LeakingAt(Told):
+    """Leaks with one sample alone, and makes another number of draws in each epoch."""
+
+    def __init__(self, length: int, leaked_nbytes: int, at: int) -> None:
+        super().__init__(length)
+        self.at, self.nbytes = at, leaked_nbytes
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        torch.rand(2 + self.epoch)
+        if index == self.at and self.nbytes:
+            self.leaked.append(os.urandom(64) * (self.nbytes // 64))
+            time.sleep(0.5)  # so that the next look at the memory is due
+        return super().__getitem__(index)
+
+
+class Unable(LeakingAt):
+    """Its state cannot be taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Ended(Leaking):
     """Writes a line when it is torn down, after a moment."""
 
