@@ -1,4 +1,4 @@
-"""Runs the program of docs/integrations/ray.md in one cluster: undisturbed, killed, and on three ranks.
+"""Runs the program of docs/integrations/ray.md in one cluster: with a rank killed, and then on three ranks.
 
     python ray_page.py FOLDER [ADDRESS]
 
@@ -50,7 +50,7 @@ def program(folder: str, killed_after: int | None) -> Any:
     return names["train"]
 
 
-def fit(folder: Path, ranks: int, killed_after: int | None = None, start: str | None = None) -> None:
+def fit(folder: Path, ranks: int, *, killed_after: int | None = None, start: str | None = None) -> None:
     (folder / "lines").mkdir(parents=True)
     page = program(str(folder / "lines"), killed_after)
 
@@ -73,10 +73,9 @@ def main() -> None:
         ray.init(address=sys.argv[2])
     else:
         ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
-    fit(folder / "whole", 2)
     fit(folder / "killed", 2, killed_after=15)
     found = {}
-    for path in (folder / "whole").glob("**/checkpoint.pt"):
+    for path in (folder / "killed").glob("**/checkpoint.pt"):
         state = torch.load(path, weights_only=True)
         found[state["epoch"], state["loader"]["batches"]] = path.parent
     fit(folder / "three", 3, start=str(found[0, 12]))
