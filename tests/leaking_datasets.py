@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from shmloader import DataLoader
+
 
 class Leaking(Dataset[dict[str, Any]]):
     """Sample ``i`` is ``i``, its worker's pid and draws of every generator; each leaks so many bytes."""
@@ -170,3 +172,23 @@ class LeakingOnce(Leaking):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state == {}
+
+
+# --- their loaders
+
+# Forked from a small process: of a large one workers copy more, and it takes longer to read what they have.
+SMALL = {"multiprocessing_context": "forkserver"}
+LIMIT_NBYTES = 160 << 20
+LEAK_NBYTES = 6 << 20
+Batches = list[dict[str, Any]]
+
+
+def loader_of(dataset: Any, limit_nbytes: int | None = LIMIT_NBYTES, **options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(4)
+    options = {"num_workers": 2, "batch_size": 2, "shuffle": True, "generator": generator} | options
+    return DataLoader(dataset, worker_max_nbytes=limit_nbytes, **options)
+
+
+def values(batches: Any) -> Batches:
+    """All but the pids."""
+    return [{name: leaf.tolist() for name, leaf in batch.items() if name != "pid"} for batch in batches]
