@@ -61,6 +61,7 @@ WAYS: dict[str, IterableDataset[int]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("dataset", WAYS.values(), ids=WAYS)
 def test_each_item_comes_exactly_once_over_ranks_and_workers(
@@ -257,6 +258,7 @@ def test_what_fails_in_one_worker_costs_at_most_a_batch_of_its_own(at: int) -> N
     assert with_errors(loader) == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:to resume,")
 @pytest.mark.parametrize("taken", range(7))
 @pytest.mark.parametrize("of_a_batch", [None, 3])

@@ -73,6 +73,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) -> None:
@@ -85,6 +86,7 @@ def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) 
         assert numbers(rest_after(loader_of(make(), **given), state)) == whole[stop:], stop
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard", [None, "auto"])
 @pytest.mark.parametrize("kind", [Stateful, WithStatefulIterator])
 @pytest.mark.parametrize(("asked", "kept"), [(True, 6), (False, 3)], ids=["asked before", "not asked before"])
@@ -159,6 +161,7 @@ def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None
     assert numbers(list(loader)) == whole[1:]
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:ByShard has set_epoch")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("make", [lambda: Numbers(12), lambda: Stateful(12), lambda: ByShard(12)])
@@ -266,6 +269,7 @@ def test_batches_that_come_out_of_order_are_resumed_as_a_set() -> None:
         stopped_after(loader_of(Numbers(60), shard="auto", **given), 4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_were_left_out_count(on_error: Any, workers: int) -> None:

@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         {},
         {"num_workers": 2},
         {"num_workers": 2, "worker_type": "thread"},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},
+        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.long),
         {"num_workers": 1, "multiprocessing_context": "forkserver"},
     ],
     ids=str,
@@ -291,8 +291,10 @@ def blocking_s(client: Any, path: str) -> float:
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_object_store_is_read_by_several_requests_at_once(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_object_store_is_read_by_several_requests_at_once(
+    tmp_path: Path, method: str, warm_helpers: None
+) -> None:
     """Arrow's client of S3, which this process has used before the workers start."""
     (tmp_path / "a").mkdir()
     write_columns(tmp_path / "a" / "0.parquet", 2400, 100)
@@ -317,6 +319,8 @@ def test_an_object_store_is_read_by_several_requests_at_once(tmp_path: Path, met
         assert took_s < one_s / 3
         with pytest.raises(FileNotFoundError, match="matches no Parquet"):
             shmloader.open("data/a/*.pq", lazy=True, filesystem=store.client())
+        with pytest.raises(ValueError, match="these are not local"):
+            shmloader.open("data/a/*.parquet", lazy=True, filesystem=store.client(), verify=True)
         with pytest.raises(ValueError, match="only the last part"):
             shmloader.open("data/*/0.parquet", lazy=True, filesystem=store.client())
         (tmp_path / "a" / "0.parquet").write_bytes(b"")
