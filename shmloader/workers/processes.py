@@ -18,6 +18,7 @@ from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
 from shmloader.memory.limits import oom_kills
 from shmloader.messages import ending_of
+from shmloader.pages import page
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
 from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
@@ -361,7 +362,7 @@ class ProcessWorkers(BaseWorkers):
             f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}."
             + hint
             + describe_held(indices)
-            + " (causes and cures: docs/messages.md)",
+            + f" (causes and cures: {page('docs/messages.md')})",
             worker_id=worker_id,
             pid=pid,
             exit_code=code,
