@@ -1,7 +1,7 @@
 """Reinforcement learning: actors play in processes of their own; queues take what they saw to the learner.
 
-The game is cart-pole: a pole on a cart falls unless the cart is pushed left and right. Each actor plays 32 games
-at once with the learner's newest weights, which lie in shared memory.
+The game is cart-pole: a pole on a cart falls unless the cart is pushed left and right. Each actor plays 32
+games at once with the learner's newest weights, which lie in shared memory.
 """
 
 import math

@@ -115,7 +115,8 @@ def _timeout(
         f"has finished a batch. {why}"
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
         f"where; {page('docs/messages.md')} has the usual reasons. The next is due from worker "
-        f"{worker.worker_id} ({worker.place}); outstanding index batches: {outstanding}\n{workers.stack_of(worker.worker_id)}"
+        f"{worker.worker_id} ({worker.place}); outstanding index batches: {outstanding}\n"
+        + workers.stack_of(worker.worker_id)
     )
 
 
