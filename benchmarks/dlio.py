@@ -79,7 +79,7 @@ def main() -> int:
     table = [["loader", "samples/s, median of turns", "least", "most"]]
     for name, each in measured.items():
         table.append([name, *(f"{how(each):.1f}" for how in (median, min, max))])
-    print(render_table(table))
+    print(render_table(table, texts=1))
     ratios = [ours / torchs for torchs, ours in zip(measured["torch"], measured["shmloader"], strict=True)]
     print(f"times torch, turn by turn: {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
     return 0
