@@ -81,7 +81,7 @@ def test_the_reference_has_the_docstrings(site: Path) -> None:
 
 def test_llms_txt_lists_every_page(site: Path) -> None:
     text = (site / "llms.txt").read_text(encoding="utf-8")
-    listed = re.findall(r"^- \[.+?\]\((.+?)\): \w", text, re.MULTILINE)
+    listed = re.findall(r"^- \[.+?\]\((.+?)\): .", text, re.MULTILINE)
     rows = re.findall(r"^\| \[", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(listed) == len(rows) > 30
     pages = {str(page.relative_to(REPOSITORY)) for page in DOCS.glob("*.md")}
