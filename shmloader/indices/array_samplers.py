@@ -28,6 +28,9 @@ from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts,
 from shmloader.indices.samplers import draw_seed
 from shmloader.torch_private import unavailable
 
+Order = np.ndarray[Any, np.dtype[np.int32 | np.int64]]
+"""Numbers of all samples, in their order."""
+
 
 def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | None:
     """Iterate over a sampler's index batches, as ``iter(index_sampler)`` does, with arrays in them.
@@ -180,13 +183,25 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
         yield np.arange(begin, min(begin + step, length), dtype=np.int64)
 
 
-def _permutations(sampler: RandomSampler, _: int) -> Iterator[IntArray]:
+def _permutation(length: int, generator: torch.Generator) -> Order:
+    """What ``torch.randperm`` draws, as int32 where that suffices: the same numbers in half the memory."""
+    dtype = torch.int32 if length <= 1 << 31 else torch.int64
+    return torch.randperm(length, generator=generator, dtype=dtype).numpy()
+
+
+def _permutations(sampler: RandomSampler, nbatch: int) -> Iterator[IntArray]:
     """Draw as ``RandomSampler.__iter__``, which may draw one permutation more than it needs at the end."""
     length = len(sampler.data_source)
     generator: torch.Generator = sampler.generator or torch.Generator().manual_seed(draw_seed())
     for _ in range(sampler.num_samples // length):
-        yield torch.randperm(length, generator=generator).numpy()
-    yield torch.randperm(length, generator=generator)[: sampler.num_samples % length].numpy()
+        yield from _pieces(_permutation(length, generator), nbatch)
+    yield from _pieces(_permutation(length, generator)[: sampler.num_samples % length], nbatch)
+
+
+def _pieces(order: Order, nbatch: int) -> Iterator[IntArray]:
+    step = nbatch * max(1, 65_536 // nbatch)
+    for begin in range(0, len(order), step):
+        yield order[begin : begin + step].astype(np.int64)
 
 
 def _weighted(sampler: WeightedRandomSampler, _: int) -> Iterator[IntArray]:
@@ -231,14 +246,13 @@ def _share(sampler: DistributedSampler[Any], _: int, seed: int | None = None) ->
         return
     if sampler.shuffle:
         generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch if seed is None else seed)
-        order = torch.randperm(length, generator=generator).numpy()
+        order = _permutation(length, generator)
     else:
         order = np.arange(length, dtype=np.int64)
-    share = order[sampler.rank : min(length, total) : step]
+    share = order[sampler.rank : min(length, total) : step].astype(np.int64)
     repeated = range(sampler.rank, total, step)[len(share) :]
     if repeated:
         share = np.concatenate([share, order[np.array(repeated) % length]])
-    share = np.ascontiguousarray(share)
     del order  # which is the whole dataset's
     yield share
 
