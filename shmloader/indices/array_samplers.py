@@ -70,22 +70,9 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
 def index_runs(index_sampler: Any) -> Iterator[Run] | None:
     """Iterate over index batches as `index_arrays` does, where each is a run; else None."""
     arrays = index_arrays(index_sampler)
-    return _runs(index_sampler) if arrays and type(index_sampler.sampler) is SequentialSampler else None
-
-
-def _runs(sampler: BatchSampler) -> Iterator[Run]:
-    """Iterate as `_batches` does over a ``SequentialSampler``."""
-    inner: Any = sampler.sampler
-    begin, length = 0, len(inner.data_source)
-    drop_last, batch_size = sampler.drop_last, sampler.batch_size
-    while begin < length:
-        if not drop_last:
-            batch_size = sampler.batch_size
-        end = begin + batch_size
-        if end <= begin or (end > length and drop_last):
-            return
-        yield Run(begin, min(end, length))
-        begin = end
+    if arrays is None or type(index_sampler.sampler) is not SequentialSampler:
+        return None
+    return (Run(batch[0], batch[-1] + 1) for batch in arrays)
 
 
 def _is_of_ints(indices: Any) -> bool:
@@ -95,11 +82,7 @@ def _is_of_ints(indices: Any) -> bool:
 
 @functools.cache
 def why_unlike_torchs(kind: type) -> str | None:
-    """The reason why arrays do not match torch's iteration over small samplers of a class; None if they do.
-
-    The index batches must agree, and after each of them the states of the generators. It takes up to 1 ms,
-    once for each class, and leaves the global generator as it was.
-    """
+    """The reason why arrays do not match torch's iteration over small samplers of a class; or None."""
     before, generator = torch.get_rng_state(), torch.Generator()
     begin = generator.get_state()
 
