@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.dlio --folder FOLDER`` writes samples of unet3d's shape to a folder once, and trains on
 them with DLIO's own PyTorch reader: unchanged, and after ``shmloader.install()``. It prints samples per
-second of every epoch but the first. It needs ``dlio_benchmark`` and what that imports (MPI, TensorFlow), in an
+second of every epoch but the first. It needs ``dlio_benchmark`` and what that imports (MPI, TensorFlow) in an
 environment of its own: ``pip install dlio_benchmark``.
 """
 
