@@ -212,6 +212,10 @@ def compare_shapes(arguments: argparse.Namespace, report: dict[str, Any]) -> lis
                     private, pss = figures["worker_private_nbytes"], figures["pss_nbytes"]
                     times = [f"{figures[key]:.2f}" for key in ("build_s", "first_batch_s")]
                     table.append([shape, name, how, megabytes(private), megabytes(pss), *times])
+    if arguments.picture is not None:
+        from benchmarks.memory_picture import draw_shapes
+
+        draw_shapes(arguments.picture, report["shapes"])
     print(f"\n{arguments.shape_rows:,} records, two random epochs; PSS without pages of program files\n")
     print(render_table(table, texts=3))
     return []
@@ -351,7 +355,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
         "--picture",
         type=result_file,
         metavar="PATH",
-        help="draw memory over time, as a PNG (needs matplotlib)",
+        help="draw memory over time, or of the shapes by number of workers, as a PNG (needs matplotlib)",
     )
     add("--check", action="store_true", help="exit with 1 if a target is missed")
     arguments = parser.parse_args(command_line)

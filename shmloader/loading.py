@@ -87,7 +87,8 @@ class Loading:
             self._warn_of_set_epoch()
         self.counters.of(ReportCounts).warn(loader.on_error)
         self._check_epoch(loaded)
-        return _delivered(loader, torchs_iter())
+        iterator, replay = _delivered(loader, torchs_iter()), self.counters.replay
+        return iterator if replay is None else replay(iterator, _length_of(loader))
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
         """The batches of an iterator for ``async for``; `NotImplementedError` for one that is not ours."""
@@ -265,11 +266,13 @@ class Loading:
         """The ids of its live iterators' worker processes."""
         return [pid for iterator in self.live() for pid in worker_pids(iterator)]
 
-    def profile(self, every_s: float, tell: Callable[[Any], object] | None) -> Profile:
+    def profile(
+        self, every_s: float, tell: Callable[[Any], object] | None, *, replay: bool = False
+    ) -> Profile:
         """A profile of the epochs that begin while it is entered."""
         from shmloader.profiling import Profile
 
-        return Profile(self.counters, self.statistics, self.pids, every_s, tell)
+        return Profile(self.counters, self.statistics, self.pids, every_s, tell, replay=replay)
 
 
 def _why_as_torch(dataset: object, num_workers: int) -> str:
@@ -314,6 +317,14 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
     device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
+
+
+def _length_of(loader: Any) -> int | None:
+    """The batches of an epoch; None if the loader has no length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _loaded_state(loader: Any) -> State | None:
