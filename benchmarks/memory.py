@@ -227,7 +227,8 @@ def compare_first_batches(arguments: argparse.Namespace, report: dict[str, Any])
     verdicts = []
     rows, workers = arguments.paths, arguments.start_workers
     for method in [method for method in arguments.method if method != "fork"]:
-        seconds: dict[str, list[float]] = {"shmloader, nothing": [], "shmloader, share(list)": []}
+        names = ("shmloader, nothing", "shmloader, share(list)", "torch, list")
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(arguments.repeats):
             for name, times in seconds.items():
                 say(f"first batch, {name}, {workers} workers, {method}")
@@ -237,7 +238,7 @@ def compare_first_batches(arguments: argparse.Namespace, report: dict[str, Any])
                 times.append(figures["first_batch_s"])
         for name, times in seconds.items():
             table.append([method, name, *(f"{how(times):.2f}" for how in (median, min, max))])
-        without, shared = (median(times) for times in seconds.values())
+        without, shared, _ = (median(times) for times in seconds.values())
         target = f"first batch under {MOST_LATER_S:g} s later than without data"
         later = shared - without
         verdicts.append(Verdict(f"{method}, {rows:,} paths", target, f"{later:+.2f} s", later < MOST_LATER_S))

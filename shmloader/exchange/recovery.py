@@ -12,6 +12,7 @@ from shmloader.errors import WorkerTimeout
 from shmloader.indices.packed_indices import PackedInts, unpack_index_batch
 from shmloader.interrupts import Lifecycle
 from shmloader.messages import shown
+from shmloader.pages import page
 from shmloader.slots import Place, PlaceTable
 from shmloader.workers import Worker, Workers
 
@@ -127,8 +128,9 @@ def _timeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
         f"has finished a batch.{why and ' '}{why} "
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
-        f"where; docs/messages.md has the usual reasons. The next is due from worker {worker.worker_id} "
-        f"({worker.place}); outstanding index batches: {outstanding}\n{workers.stack_of(worker.worker_id)}"
+        f"where; {page('docs/messages.md')} has the usual reasons. The next is due from worker "
+        f"{worker.worker_id} ({worker.place}); outstanding index batches: {outstanding}\n"
+        + workers.stack_of(worker.worker_id)
     )
 
 

@@ -152,7 +152,7 @@ def test_first_batches_are_compared_with_a_loader_without_data(
     assert [(one["contestant"], one["method"]) for one in report["start"]] == [
         (name, method)
         for method in ("spawn", "forkserver")
-        for name in ("shmloader, nothing", "shmloader, share(list)")
+        for name in ("shmloader, nothing", "shmloader, share(list)", "torch, list")
     ]
     nothing, shared, *_ = (one["first_batch_s"] for one in report["start"])
     assert report["targets"][0]["figure"] == f"{shared - nothing:+.2f} s"
