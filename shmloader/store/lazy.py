@@ -12,13 +12,14 @@ import numpy as np
 import pyarrow as pa
 
 from shmloader.errors import warn
+from shmloader.file_systems import FileSystem
 from shmloader.store.base import Rows, Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import PythonType, types_in
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.files import FilePath, check_names
-from shmloader.store.row_groups import FileSystem, RowGroups, located
+from shmloader.store.row_groups import RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import join
