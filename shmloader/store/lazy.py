@@ -151,7 +151,8 @@ class LazyStore(Store):
         if not len(self):
             return [] if out is None else out
         group_of = self._group_of(rows)
-        groups = np.unique(group_of).tolist() or self._group_of(np.zeros(1, np.int64)).tolist()
+        groups = np.flatnonzero(np.bincount(group_of)).tolist()  # far quicker than np.unique
+        groups = groups or self._group_of(np.zeros(1, np.int64)).tolist()
         window = self._window
         if window is None or not window.known.issuperset(groups):
             if len(self._portions(groups)) > 1:
