@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,14 +137,17 @@ def damaged(data: bytes, how: str) -> bytes:
     return b"no archive at all"
 
 
-@pytest.mark.parametrize("how", ["cut", "turned", "none"])
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+@pytest.mark.parametrize(
+    ("pack", "how"),
+    [
+        *itertools.product([bytes, gzip.compress, zstd], ["cut", "none"]),
+        (gzip.compress, "turned"),  # the others have no checksum of data
+    ],
+)
 def test_a_damaged_archive_is_named_and_the_next_one_may_be_read(tmp_path: Path, pack: Any, how: str) -> None:
     paths, samples = made(tmp_path, 3)
     path = write(paths[1], members_of(10, 10))
     path.write_bytes(damaged(pack(path.read_bytes()), how))
-    if how == "turned" and pack is bytes:
-        return  # data of a member: tar has no checksum of it
     iterator = iter(TarStream(paths))
     found = []
     with pytest.raises(ArchiveError, match=r"1\.tar, offset [\d,]+: "):
