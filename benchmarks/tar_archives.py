@@ -88,7 +88,11 @@ def web_loader(archives: TarDataset, workers: int, *, decode: bool) -> Any:
         stream = stream.decode("rgb8")
     stream = stream.batched(_BATCH, collation_fn=None)
     return torch.utils.data.DataLoader(
-        stream, batch_size=None, num_workers=workers, persistent_workers=workers > 0
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=as_they_are,
+        persistent_workers=workers > 0,
     )
 
 
