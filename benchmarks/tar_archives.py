@@ -1,12 +1,14 @@
-"""Samples of tar archives beside the same files one by one: members as bytes, in random order.
+"""Samples of tar archives beside the same files one by one, in random order: as bytes, or JPEGs decoded.
 
 ``python -m benchmarks.tar_archives`` writes both, and reads them in turn, with torch's loader and this one,
-in workers that stay. It prints medians, of the ratios within each turn, too. Files are in the page cache.
+in workers that stay, and by WebDataset if it is installed. It prints medians, of the ratios within each turn,
+too. Files are in the page cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import statistics
 import tarfile
@@ -22,6 +24,7 @@ from torch.utils.data import Dataset
 from benchmarks.options import whole_number
 from benchmarks.tables import render_table
 from shmloader import DataLoader, TarDataset
+from shmloader.tar import DECODERS
 
 _ARCHIVES = 4
 _BATCH = 32
@@ -30,44 +33,75 @@ _BATCH = 32
 class Files(Dataset[dict[str, Any]]):
     """Samples that are a file each."""
 
-    def __init__(self, paths: list[Path]) -> None:
+    def __init__(self, paths: list[Path], *, decode: bool) -> None:
         self.paths = paths
+        self._decode = DECODERS["jpg"] if decode else as_they_are
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.paths[index]
-        return {"__key__": path.stem, "jpg": path.read_bytes()}
+        return {"__key__": path.stem, "jpg": self._decode(path.read_bytes())}
 
 
-def as_they_are(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_they_are(samples: Any) -> Any:
     return samples
 
 
-def write(folder: Path, samples: int, mean_nbytes: int) -> tuple[Files, TarDataset]:
+def jpeg(chance: np.random.Generator, nbytes: int) -> bytes:
+    """A JPEG of about so many bytes: smooth noise."""
+    from PIL import Image
+
+    side, file = int((nbytes * 3) ** 0.5), io.BytesIO()
+    noise = Image.fromarray(chance.integers(0, 256, (side // 4, side // 4, 3), np.uint8))
+    noise.resize((side, side), Image.Resampling.BICUBIC).save(file, "jpeg", quality=90)
+    return file.getvalue()
+
+
+def write(folder: Path, samples: int, mean_nbytes: int, *, decode: bool = False) -> tuple[Files, TarDataset]:
     chance = np.random.default_rng(0)
     paths = [folder / f"{number:06}.jpg" for number in range(samples)]
     for part in range(_ARCHIVES):
         with tarfile.open(folder / f"{part}.tar", "w") as archive:
             for path in paths[part * samples // _ARCHIVES : (part + 1) * samples // _ARCHIVES]:
-                data = chance.bytes(int(chance.integers(mean_nbytes // 2, mean_nbytes * 3 // 2)))
+                nbytes = int(chance.integers(mean_nbytes // 2, mean_nbytes * 3 // 2))
+                data = jpeg(chance, nbytes) if decode else chance.bytes(nbytes)
                 path.write_bytes(data)
                 info = tarfile.TarInfo(path.name)
                 info.size = len(data)
                 archive.addfile(info, io.BytesIO(data))
     began_s = time.perf_counter()
-    archives = TarDataset([folder / f"{part}.tar" for part in range(_ARCHIVES)], decoders={})
+    tars = [folder / f"{part}.tar" for part in range(_ARCHIVES)]
+    archives = TarDataset(tars, decoders=None if decode else {})
     print(f"The index of {samples:,} samples was made in {time.perf_counter() - began_s:.2f} s")
-    return Files(paths), archives
+    return Files(paths, decode=decode), archives
+
+
+def web_loader(archives: TarDataset, workers: int, *, decode: bool) -> Any:
+    """WebDataset as its page advises: shards shuffled and divided among workers, and a buffer of 1,000."""
+    import webdataset
+
+    stream = webdataset.WebDataset([str(path) for path in archives.paths], shardshuffle=_ARCHIVES)
+    stream = stream.shuffle(1000)
+    if decode:
+        stream = stream.decode("rgb8")
+    stream = stream.batched(_BATCH, collation_fn=None)
+    return torch.utils.data.DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=as_they_are,
+        persistent_workers=workers > 0,
+    )
 
 
 def samples_per_s(loader: Any) -> float:
     began_s = time.perf_counter()
-    nbytes = sum(len(sample["jpg"]) for batch in loader for sample in batch)
+    sizes = [len(sample["jpg"]) for batch in loader for sample in batch]
     took_s = time.perf_counter() - began_s
-    assert nbytes
-    return len(loader.dataset) / took_s
+    assert all(sizes)
+    return len(sizes) / took_s
 
 
 def main() -> None:
@@ -76,11 +110,12 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=whole_number(100), default=10_000, help="(%(default)s)")
     parser.add_argument("--nbytes", type=whole_number(2), default=40_000, help="of a member (%(default)s)")
+    parser.add_argument("--decode", action="store_true", help="JPEGs to arrays, not bytes")
     parser.add_argument("--workers", type=whole_number(0), default=2, help="(%(default)s)")
     parser.add_argument("--turns", type=whole_number(1), default=5, help="(%(default)s)")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        files, archives = write(Path(folder), given.samples, given.nbytes)
+        files, archives = write(Path(folder), given.samples, given.nbytes, decode=given.decode)
         common: dict[str, Any] = {
             "batch_size": _BATCH,
             "shuffle": True,
@@ -88,12 +123,14 @@ def main() -> None:
             "collate_fn": as_they_are,
             "persistent_workers": given.workers > 0,
         }
-        loaders = {
+        loaders: dict[str, Any] = {
             "torch's loader, files": torch.utils.data.DataLoader(files, **common),
             "torch's loader, archives": torch.utils.data.DataLoader(archives, **common),
             "shmloader, files": DataLoader(files, **common),
             "shmloader, archives": DataLoader(archives, **common),
         }
+        if importlib.util.find_spec("webdataset") is not None:
+            loaders["WebDataset"] = web_loader(archives, given.workers, decode=given.decode)
         for loader in loaders.values():
             samples_per_s(loader)  # its workers start
         turns = [

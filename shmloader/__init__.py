@@ -43,7 +43,7 @@ from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store, share, unshare
 from shmloader.store.host import share_on_host
-from shmloader.tar import TarDataset
+from shmloader.tar import TarDataset, TarStream
 from shmloader.worker.collate import collate_packed, empty
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ __all__ = [
     "SlotCorrupted",
     "SpillWarning",
     "TarDataset",
+    "TarStream",
     "TokenBatchSampler",
     "WorkerDied",
     "WorkerStartError",

@@ -115,7 +115,7 @@ class NoGoodSample(LoaderError):
 
 
 class ArchiveError(ValueError):
-    """An archive of a `TarDataset` is damaged, or not as the dataset needs it; names archive and offset."""
+    """A tar archive is damaged, or not as its dataset needs it; names archive and offset."""
 
 
 class ShareTimeout(LoaderError, TimeoutError):

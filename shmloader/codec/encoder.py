@@ -85,8 +85,9 @@ class Encoder:
         self.copied_nbytes = 0  # bytes of all leaves so far that were copied in
         self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made
         self._rows: list[bytes] = []
-        # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive.
-        self._copies: list[tuple[int, int, int, object]] = []
+        # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive;
+        # without an address that is a bytes object.
+        self._copies: list[tuple[int, int | None, int, Any]] = []
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
         self._known: dict[tuple[Any, ...], bytes] = {}  # headers that come again, see `_key_of`
@@ -122,13 +123,16 @@ class Encoder:
             self._copies.clear()
             pickler.written.clear()
 
-    def _add(self, kind: int, code: int, shape: Sequence[int], address: int, owner: object) -> Any:
+    def _add(self, kind: int, code: int, shape: Sequence[int], address: int | None, owner: Any) -> Any:
         """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
         item_nbytes = ITEM_NBYTES[code]
         nbytes = math.prod(shape) * item_nbytes
-        if self._found is not None:
-            self._found.append((address, nbytes))
-        offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
+        if address is None:
+            offset = None
+        else:
+            if self._found is not None:
+                self._found.append((address, nbytes))
+            offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
         if offset is None or offset % (ALIGNMENT if kind == BYTES else item_nbytes):
             offset = self._allocator.place(nbytes)
             self._copies.append((offset, address, nbytes, owner))
@@ -160,8 +164,11 @@ class Encoder:
             view[:kept] = allocator.view()[:kept]
         if self._copies:
             base = spilled.ctypes.data if spilled is not None else allocator.address
-            for offset, address, nbytes, _ in self._copies:
-                ctypes.memmove(base + offset, address, nbytes)
+            for offset, address, nbytes, owner in self._copies:
+                if address is None:
+                    view[offset : offset + nbytes] = owner
+                else:
+                    ctypes.memmove(base + offset, address, nbytes)
                 self.copied_nbytes += nbytes
         view[begin:total] = header
         return Encoded(begin, total, spilled)

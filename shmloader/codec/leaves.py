@@ -35,10 +35,11 @@ from shmloader.codec.layout import (
 _UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 
 
-Add = Callable[[int, int, Sequence[int], int, object], Any]
+Add = Callable[[int, int, Sequence[int], int | None, Any], Any]
 """Adds a leaf to the batch that is being pickled: its kind, code and shape, see `Leaf`, the address of its
-items, in row-major order, and an owner, which keeps the memory alive until it is copied. Returns the
-placeholder of this leaf. No other leaf may be added before the pickler meets it."""
+items, in row-major order, and an owner, which keeps the memory alive until it is copied. Without an address
+the owner is a bytes object, which is copied. Returns the placeholder of this leaf. No other leaf may be added
+before the pickler meets it."""
 
 Handler = Callable[[Any, Add], Any]
 """Reduces an object for pickling; ``NotImplemented`` if it is pickled as torch does."""
@@ -177,6 +178,7 @@ def _as_storage(leaf: list[np.ndarray[Any, Any]]) -> torch.UntypedStorage:
 
 _LARGE_NBYTES = 16 << 10
 _PROBED = 8  # of a list's or dict's first items
+_LOOKED_INTO = frozenset((bytes, list, tuple, dict))
 
 
 class _LargeBytes:
@@ -210,23 +212,27 @@ def _shows_large_bytes(item: Any, depth: int) -> bool:
 def _wrapped(item: Any, depth: int, made: dict[int, Any]) -> Any:
     """An item with its large bytes as leaves; one object in two places stays one."""
     kind = type(item)
-    if id(item) in made:
-        return made[id(item)]
-    wrapped = item
-    if kind is bytes and len(item) >= _LARGE_NBYTES:
-        wrapped = _LargeBytes(item)
-    elif depth and kind is dict:
-        wrapped = {key: _wrapped(part, depth - 1, made) for key, part in item.items()}
-    elif depth and (kind is list or kind is tuple):
-        wrapped = kind(_wrapped(part, depth - 1, made) for part in item)
-    if wrapped is not item:
+    if len(item) < _LARGE_NBYTES if kind is bytes else not depth:
+        return item
+    wrapped = made.get(id(item))
+    if wrapped is None:
+        if kind is bytes:
+            wrapped = _LargeBytes(item)
+        elif kind is dict:
+            wrapped = {
+                key: _wrapped(part, depth - 1, made) if type(part) in _LOOKED_INTO else part
+                for key, part in item.items()
+            }
+        else:
+            wrapped = kind(
+                [_wrapped(part, depth - 1, made) if type(part) in _LOOKED_INTO else part for part in item]
+            )
         made[id(item)] = wrapped
     return wrapped
 
 
 def _reduce_bytes(item: _LargeBytes, add: Add) -> Any:
-    array = np.frombuffer(item.value, np.uint8)
-    return _as_bytes, ([add(BYTES, _UINT8, array.shape, _address_of(array), array)],)
+    return _as_bytes, ([add(BYTES, _UINT8, (len(item.value),), None, item.value)],)
 
 
 def _as_bytes(leaf: list[np.ndarray[Any, Any]]) -> bytes:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shmloader.errors import ResumeError
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import ShardedSampler, Uneven
+from shmloader.indices.sharded_sampler import ShardedSampler, Uneven, check_runs
 
 
 class Layout(NamedTuple):
@@ -142,11 +141,8 @@ class BlockSampler(ShardedSampler):
             ResumeError: If the batch size is no multiple of ``run_length``.
         """
         layout = self._begun if begin is None else Layout(*begin.get("layout", self._own))
-        if batches and batch_size % layout.run_length:
-            raise ResumeError(
-                f"with batch_size={batch_size} and run_length={layout.run_length} a batch ends in the middle "
-                "of a run, and no state can tell of that: let the batch size be a multiple"
-            )
+        if batches:
+            check_runs(batch_size, layout.run_length)
         return super().state_after(batches, batch_size, begin) | {"layout": list(layout)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

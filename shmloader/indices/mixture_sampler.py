@@ -10,12 +10,11 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 from torch.utils.data.distributed import DistributedSampler
 
-from shmloader.errors import ResumeError
 from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_order import FloatArray, MixtureOrder, Segment
 from shmloader.indices.mixture_weights import Lengths, Schedule, SourceWeights, Weights
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_even, ranks_of
+from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_even, check_runs, check_word, ranks_of
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
@@ -90,12 +89,8 @@ class MixtureSampler(DistributedSampler[int]):
         rank: int | None = None,
         uneven: Uneven = "pad",
     ) -> None:
-        for name, value, words in (
-            ("stopping_strategy", stopping_strategy, get_args(StoppingStrategy)),
-            ("uneven", uneven, UNEVEN),
-        ):
-            if value not in words:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, not {value!r}")
+        check_word("stopping_strategy", stopping_strategy, get_args(StoppingStrategy))
+        check_word("uneven", uneven, UNEVEN)
         if run_length < 1 or seed < 0:
             raise ValueError(f"run_length={run_length} must be at least 1, and seed={seed} at least 0")
         if epoch_size is not None:
@@ -302,11 +297,8 @@ class MixtureSampler(DistributedSampler[int]):
             consumed, before = begin["consumed"], begin["batches"]
         if batches < before:
             consumed = before = 0
-        if batches > before and batch_size % self.run_length:
-            raise ResumeError(
-                f"with batch_size={batch_size} and run_length={self.run_length} a batch ends in the middle "
-                "of a run, and no state can tell of that: let the batch size be a multiple"
-            )
+        if batches > before:
+            check_runs(batch_size, self.run_length)
         consumed += (batches - before) * batch_size * self.num_replicas
         draws = self._draws_in(self.epoch) if batches and begin is None else None
         if draws is not None:

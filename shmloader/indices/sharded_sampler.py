@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from shmloader.distributed import rank_and_ranks
+from shmloader.errors import ResumeError
 from shmloader.indices.packed_indices import IntArray
 
 Uneven = Literal["pad", "drop", "error", "exact"]
@@ -31,6 +32,21 @@ def check_even(left: int, ranks: int, uneven: Uneven, things: str) -> None:
         raise ValueError(
             f"{left:,} {things} cannot be divided equally among {ranks} ranks, and uneven='error': change "
             "the number of ranks, or pass uneven='pad', 'drop' or 'exact'"
+        )
+
+
+def check_word(name: str, word: str, words: Iterable[str]) -> None:
+    """Refuse an argument that is none of some words."""
+    if word not in words:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, words))}, not {word!r}")
+
+
+def check_runs(batch_size: int, run_length: int) -> None:
+    """Refuse a state after batches that do not consist of whole runs."""
+    if batch_size % run_length:
+        raise ResumeError(
+            f"with batch_size={batch_size} and run_length={run_length} a batch ends in the middle of a run, "
+            "and no state can tell of that: let the batch size be a multiple"
         )
 
 
@@ -79,9 +95,8 @@ class ShardedSampler(DistributedSampler[int]):
         *,
         uneven: Uneven | None = None,
     ) -> None:
-        if uneven not in (None, *UNEVEN):
-            raise ValueError(f"uneven must be one of {', '.join(map(repr, UNEVEN))}, not {uneven!r}")
-        self.uneven: Uneven = uneven or ("drop" if drop_last else "pad")
+        self.uneven: Uneven = ("drop" if drop_last else "pad") if uneven is None else uneven
+        check_word("uneven", self.uneven, UNEVEN)
         if drop_last and self.uneven != "drop":
             raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from torch.utils.data import Sampler
 
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_even, ranks_of
+from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_even, check_word, ranks_of
 
 Layout = Literal["padded", "packed"]
 
@@ -78,10 +78,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         uneven: Uneven = "pad",
     ) -> None:
-        if layout not in ("padded", "packed"):
-            raise ValueError(f"layout must be 'padded' or 'packed', not {layout!r}")
-        if uneven not in UNEVEN:
-            raise ValueError(f"uneven must be one of {', '.join(map(repr, UNEVEN))}, not {uneven!r}")
+        check_word("layout", layout, get_args(Layout))
+        check_word("uneven", uneven, UNEVEN)
         if max_samples is not None and (max_samples < 1 or layout == "packed"):
             raise ValueError(f"max_samples={max_samples} must be at least 1, and is for layout='padded' only")
         self.lengths = _checked(lengths, max_tokens)

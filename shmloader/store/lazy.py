@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from shmloader.errors import warn
+from shmloader.file_systems import FileSystem
 from shmloader.store.base import Rows, Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import types_in
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.files import FilePath, check_files, check_names, paths_of
-from shmloader.store.row_groups import FileSystem, RowGroups, located
+from shmloader.store.row_groups import RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import join
@@ -150,7 +151,8 @@ class LazyStore(Store):
         if not len(self):
             return [] if out is None else out
         group_of = self._group_of(rows)
-        groups = np.unique(group_of).tolist() or self._group_of(np.zeros(1, np.int64)).tolist()
+        groups = np.flatnonzero(np.bincount(group_of)).tolist()  # far quicker than np.unique
+        groups = groups or self._group_of(np.zeros(1, np.int64)).tolist()
         window = self._window
         if window is None or not window.known.issuperset(groups):
             if len(self._portions(groups)) > 1:

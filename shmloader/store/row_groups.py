@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import glob
-import os
-import pickle
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from shmloader.errors import LoaderError
+from shmloader.file_systems import FileSystem, file_system_of
 from shmloader.store.columns.records import Keys
 from shmloader.store.files import checked_rows, files_of
 from shmloader.store.handles import Fingerprint
@@ -32,64 +31,24 @@ _Item = TypeVar("_Item")
 _Found = TypeVar("_Found")
 
 
-class FileSystem:
-    """A file system of Arrow's or fsspec's, made anew in each process: its threads do not outlive a fork.
-
-    Attributes:
-        is_local: Whether it is that of the host.
-    """
-
-    def __init__(self, given: Any = None) -> None:
-        """Wrap a file system; None for the local one."""
-        local = pa.fs.LocalFileSystem()
-        given = local if given is None else given
-        if not isinstance(given, pa.fs.FileSystem):
-            given = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(given))
-        self.is_local = isinstance(given, pa.fs.LocalFileSystem)
-        self._pickled = pickle.dumps(given)
-        self._opened: tuple[int, Any] = os.getpid(), given
-
-    @property
-    def opened(self) -> Any:
-        """Arrow's file system, of this process."""
-        pid, opened = self._opened
-        if pid != os.getpid():
-            opened = pickle.loads(self._pickled)
-            self._opened = os.getpid(), opened
-        return opened
-
-    def find(self, path: str) -> list[str]:
-        """The files that a path, a folder or a pattern means."""
-        if self.is_local:
-            return [str(Path(one).resolve()) for one in files_of(path)]
-        folder, _, name = path.rpartition("/")
-        if glob.has_magic(folder):
-            raise ValueError(f"{path}: only the last part of a path that is not local may be a pattern")
-        if not glob.has_magic(path):
-            if self.opened.get_file_info(path).type != pa.fs.FileType.Directory:
-                return [path]
-            folder, name = path.rstrip("/"), "*"
-        listed = self.opened.get_file_info(pa.fs.FileSelector(folder))
-        found = sorted(one.path for one in listed if one.is_file and fnmatch.fnmatchcase(one.base_name, name))
-        found = [one for one in found if name != "*" or one.endswith(PARQUET)]
-        if not found:
-            raise FileNotFoundError(f"{path} matches no Parquet file")
-        return found
-
-
-def located(path: str, filesystem: FileSystem | None) -> tuple[FileSystem, list[str]]:
-    """The file system of a path or URL, and the files that it means there."""
-    if filesystem is None and "://" in path:
-        url, _, name = path.rpartition("/")
-        try:
-            opened, folder = pa.fs.FileSystem.from_uri(url)
-        except pa.ArrowInvalid:  # a scheme that Arrow does not know
-            import fsspec
-
-            opened, folder = fsspec.core.url_to_fs(url)
-        filesystem, path = FileSystem(opened), f"{folder.rstrip('/')}/{name}"
-    filesystem = filesystem or FileSystem()
-    return filesystem, filesystem.find(path)
+def located(path: str, given: FileSystem | None) -> tuple[FileSystem, list[str]]:
+    """The file system of a path or URL, and the files that it means there: one, a folder's or a pattern's."""
+    filesystem, path = file_system_of(path, given)
+    if filesystem.is_local:
+        return filesystem, [str(Path(one).resolve()) for one in files_of(path)]
+    folder, _, name = path.rpartition("/")
+    if glob.has_magic(folder):
+        raise ValueError(f"{path}: only the last part of a path that is not local may be a pattern")
+    if not glob.has_magic(path):
+        if filesystem.opened.get_file_info(path).type != pa.fs.FileType.Directory:
+            return filesystem, [path]
+        folder, name = path.rstrip("/"), "*"
+    listed = filesystem.opened.get_file_info(pa.fs.FileSelector(folder))
+    found = sorted(one.path for one in listed if one.is_file and fnmatch.fnmatchcase(one.base_name, name))
+    found = [one for one in found if name != "*" or one.endswith(PARQUET)]
+    if not found:
+        raise FileNotFoundError(f"{path} matches no Parquet file")
+    return filesystem, found
 
 
 class RowGroups:

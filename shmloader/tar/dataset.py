@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from shmloader.errors import ArchiveError, warn
-from shmloader.tar.decoders import DECODERS, Decoder
+from shmloader.tar.decoders import Decoder, Members
 from shmloader.tar.index import index_of
 
 _MOST_OPEN = 128  # archives that a process keeps open
@@ -28,11 +28,6 @@ class _OpenArchive:
     def __del__(self, close: Any = os.close) -> None:
         if self.fd >= 0:
             close(self.fd)
-
-
-def _plain(extension: str) -> str:
-    """An extension as an index has it."""
-    return extension.lower().lstrip(".")
 
 
 class TarDataset(Dataset[dict[str, Any]]):
@@ -72,22 +67,12 @@ class TarDataset(Dataset[dict[str, Any]]):
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
         if not self.paths:
             raise ValueError("a TarDataset needs at least one archive, and was given none")
-        self.decoders = {
-            _plain(ending): decode for ending, decode in (DECODERS if decoders is None else decoders).items()
-        }
-        if dotted := [ending for ending in self.decoders if "." in ending]:
-            raise ValueError(
-                f"a decoder is found by the last part of an extension, and {dotted[0]!r} has several: give "
-                f"it as {dotted[0].rpartition('.')[2]!r}"
-            )
-        if isinstance(members, str):
-            raise TypeError(f"members is a sequence of extensions: members=[{members!r}]")
-        self.members = None if members is None else frozenset(map(_plain, members))
+        self._wanted = Members(decoders, members)
         folder = None if index_folder is None else Path(index_folder)
         found = [index_of(path, folder) for path in self.paths]
         self._indices, self._identities = [index for index, _ in found], [identity for _, identity in found]
         known = {extension for index in self._indices for extension in index.extensions}
-        if missing := sorted((self.members or set()) - known):
+        if missing := sorted((self._wanted.wanted or set()) - known):
             warn(
                 f"no member of the archives has the extension(s) {', '.join(missing)}, which `members` asks "
                 f"for. They have: {', '.join(sorted(known)) or 'none'}",
@@ -112,28 +97,16 @@ class TarDataset(Dataset[dict[str, Any]]):
         index = self._indices[archive]
         number -= self._ends[archive] - len(index.key_ends)
         sample: dict[str, Any] = {"__key__": index.key(number)}
+        wanted = self._wanted.wanted
         for member in index.members(number):
             extension = index.extensions[int(index.kinds[member])]
-            if self.members is None or extension in self.members:
-                sample[extension] = self._member(archive, member, sample["__key__"], extension)
+            if wanted is None or extension in wanted:
+                offset = int(index.offsets[member])
+                data = self._data(archive, offset, int(index.sizes[member]))
+                sample[extension] = self._wanted.decoded(
+                    data, sample["__key__"], extension, self.paths[archive], offset
+                )
         return sample
-
-    def _member(self, archive: int, member: int, key: str, extension: str) -> Any:
-        index = self._indices[archive]
-        offset, size = int(index.offsets[member]), int(index.sizes[member])
-        data = self._data(archive, offset, size)
-        decode = self.decoders.get(extension.rpartition(".")[2])
-        if decode is None:
-            return data
-        try:
-            return decode(data)
-        except ImportError:
-            raise
-        except Exception as error:
-            raise ArchiveError(
-                f"{self.paths[archive]}, offset {offset:,}: {key}.{extension} of {size:,} bytes cannot be "
-                f"decoded ({type(error).__name__}: {error!s:.300})"
-            ) from error
 
     def _data(self, archive: int, offset: int, size: int) -> bytes:
         file = self._files.get(archive) or self._opened(archive)

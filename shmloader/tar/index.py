@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tarfile
 import tempfile
@@ -161,12 +162,10 @@ def make_index(path: Path) -> ArchiveIndex:
     others: list[str] = []
     latest = None
     for offset, name, data, size in _files(path):
-        folder, _, base = name.rpartition("/")
-        stem, dot, extension = base.partition(".")
-        if not (stem and dot and extension):
+        key, extension = key_and_extension(name)
+        if not extension:
             others.append(name)
             continue
-        key, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
         if key != latest:
             if key in keys:
                 raise ArchiveError(
@@ -195,35 +194,54 @@ def make_index(path: Path) -> ArchiveIndex:
 
 
 def _files(path: Path) -> Iterator[tuple[int, str, int, int]]:
-    """The regular files of an archive: offset of the header, name, offset and size of the data; checked."""
-    offset = 0
     with path.open("rb") as file:
-        total = os.fstat(file.fileno()).st_size
-        try:
-            archive = tarfile.TarFile(fileobj=file, mode="r")
-            while (member := archive.next()) is not None:
-                end = member.offset_data + max(member.size, 0)
-                if archive.offset <= offset or member.size < 0 or end > total:
-                    raise ArchiveError(
-                        f"{path}, offset {member.offset:,}: the member {member.name!r} of {member.size:,} "
-                        f"bytes does not lie in the archive of {total:,} bytes, which is damaged, or cut off"
-                    )
-                _check_member(path, member)
-                if member.isreg():
-                    yield member.offset, member.name, member.offset_data, member.size
-                offset = archive.offset
-                archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
-        except (ArchiveError, GeneratorExit):
-            raise
-        except Exception as error:  # tarfile's own are of many classes, where a header is damaged
-            raise ArchiveError(
-                f"{path}, offset {offset:,}: there is no header of a tar archive ({type(error).__name__}: "
-                f"{error!s:.200}). Only archives without compression have members by number"
-            ) from error
-        _check_end(path, file, offset)
+        yield from files_in(path, file, os.fstat(file.fileno()).st_size)
 
 
-def _check_member(path: Path, member: tarfile.TarInfo) -> None:
+def key_and_extension(name: str) -> tuple[str, str]:
+    """The key of a file's sample, and its extension in lower case; both empty if it is in no sample."""
+    folder, _, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    if not (stem and extension):
+        return "", ""
+    return f"{folder}/{stem}" if folder else stem, extension.lower()
+
+
+def files_in(path: object, file: Any, total: float) -> Iterator[tuple[int, str, int, int]]:
+    """The regular files of an archive: offset of the header, name, offset and size of the data; checked.
+
+    Args:
+        path: The archive's name, for errors.
+        file: The archive, which is only read forwards, but for the last block.
+        total: Its length in bytes, or infinity.
+    """
+    offset = 0
+    try:
+        archive = tarfile.TarFile(fileobj=file, mode="r")
+        while (member := archive.next()) is not None:
+            end = member.offset_data + max(member.size, 0)
+            if archive.offset <= offset or member.size < 0 or end > total:
+                raise ArchiveError(
+                    f"{path}, offset {member.offset:,}: the member {member.name!r} of {member.size:,} "
+                    f"bytes does not lie in the archive of {total:,} bytes, which is damaged, or cut off"
+                )
+            _check_member(path, member)
+            if member.isreg():
+                yield member.offset, member.name, member.offset_data, member.size
+            offset = archive.offset
+            archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
+    except (ArchiveError, GeneratorExit):
+        raise
+    except Exception as error:  # tarfile's own are of many classes, where a header is damaged
+        hint = "" if total == math.inf else ". TarStream reads archives with compression, which have no index"
+        raise ArchiveError(
+            f"{path}, offset {offset:,}: there is no header of a tar archive ({type(error).__name__}: "
+            f"{error!s:.200}){hint}"
+        ) from error
+    _check_end(path, file, offset)
+
+
+def _check_member(path: object, member: tarfile.TarInfo) -> None:
     parts = member.name.split("/")
     if member.name.startswith("/") or ".." in parts or "\0" in member.name:
         raise ArchiveError(
@@ -236,7 +254,7 @@ def _check_member(path: Path, member: tarfile.TarInfo) -> None:
         )
 
 
-def _check_end(path: Path, file: Any, offset: int) -> None:
+def _check_end(path: object, file: Any, offset: int) -> None:
     """Check that an archive ends with blocks of zeros, of which `tarfile` does not tell."""
     file.seek(offset)
     block = file.read(tarfile.BLOCKSIZE)
