@@ -36,7 +36,7 @@ from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
-from shmloader.loading import set_epoch
+from shmloader.loading import set_epoch, shared_loadings
 from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
@@ -57,6 +57,15 @@ _IMPORTED_WHEN_USED = {
     "serve": "serving",
     "wait": "channel.queue",
 }
+
+
+def _host_loading(loader: Any) -> Any:
+    from shmloader.serving.ranks import host_loading
+
+    return host_loading(loader)
+
+
+shared_loadings["host"] = _host_loading
 
 
 def __getattr__(name: str) -> Any:

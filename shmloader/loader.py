@@ -25,6 +25,7 @@ from shmloader.settings import (
     Dispatch,
     OnError,
     Shard,
+    SharedBy,
     WorkerType,
     check_arguments,
     check_torchs,
@@ -160,6 +161,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             ``cat``, ``zeros``, ``pad_sequence`` and others), and that are in the batch, are made in its slot
             instead of being copied there. The same for ``dataset[i]`` with ``batch_size=None``. Worker
             processes only. See docs/vectorised.md.
+        shared_by: ``"host"``: the ranks of a host, under torchrun, all get the same batches, as tensor- and
+            pipeline-parallel peers need them. They are made once, in a process that local rank 0 starts at
+            the first ``iter()`` and that ends with it. See docs/serving.md.
 
     Raises:
         TypeError: For a wrong type, such as a number that is not whole (``1e9`` is a float), with the
@@ -167,6 +171,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         ValueError: For arguments that torch refuses, with torch's message; for other values than those above,
             and for arguments that exclude each other, with what to pass instead.
         RuntimeError: From ``iter()``, for a missing accelerator.
+        LoaderError: From ``iter()``, with ``shared_by="host"``: if the sampler divides the data among all
+            ranks, or other ranks of the host have another loader; `ServerDied` if the serving process ends.
     """
 
     memory_budget_nbytes: int | None
@@ -181,6 +187,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     snapshot_every_n_steps: int | None
     seed_per_sample: bool | None
     place_results: bool
+    shared_by: SharedBy | None
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PreparedFlag(warn_of_torchs_class)
 
@@ -223,6 +230,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         seed_per_sample: bool | None = None,
         device: torch.device | str | int | None = None,
         place_results: bool = True,
+        shared_by: SharedBy | None = None,
     ) -> None:
         given = locals()
         workers = number_or_auto("num_workers", num_workers, 1)

@@ -23,7 +23,7 @@ from shmloader.memory.limits import ProcessorUse, cores, processor_use
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
-from shmloader.settings import AUTO, THREAD, Settings, options_asked_for
+from shmloader.settings import AUTO, THREAD, Settings, option_in_effect, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing
@@ -360,6 +360,15 @@ def set_epoch(loader: Any, epoch: int) -> None:
     loading_of(loader).set_epoch(epoch)
 
 
+shared_loadings: dict[str, Callable[[Callable[[], Any]], Loading]] = {}
+"""Makers of the `Loading` of loaders with ``shared_by``; `shmloader.serving` is not imported before."""
+
+
+def _new_loading(loader: Any) -> Loading:
+    shared_by = option_in_effect("shared_by", getattr(loader, "shared_by", None))
+    return shared_loadings.get(shared_by, Loading)(weakref.ref(loader))
+
+
 _profile_each: Callable[[Loading], None] | None = None
 
 
@@ -379,7 +388,7 @@ def loading_of(loader: Any) -> Loading:
     except AttributeError:
         loading = None
     if loading is None:  # in one step: two threads may be here
-        loading = vars(loader).setdefault("_shmloader_loading", Loading(weakref.ref(loader)))
+        loading = vars(loader).setdefault("_shmloader_loading", _new_loading(loader))
     if loading is None or loading.loader() is not loader:  # pickled (see `__reduce__`), or copied
-        loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
+        loading = loader._shmloader_loading = _new_loading(loader)  # noqa: SLF001
     return loading

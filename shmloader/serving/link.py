@@ -27,11 +27,10 @@ class Link:
     message is looked at and noted before it is taken out of the socket.
     """
 
-    def __init__(self, name: str, timeout_s: float, job: str | None, join: str) -> None:
+    def __init__(self, name: str, timeout_s: float, about: dict[str, Any]) -> None:
         self.name = name
         self._end, self.pid = meeting.connect(name, timeout_s)
         try:
-            about = meeting.introduction(job) | {"join": join}
             self.welcome, fd = meeting.greet(self._end, self.pid, name, about)
         except BaseException:
             self._end.close()

@@ -32,7 +32,7 @@ from shmloader.store.host_server import peer_of
 
 _log = logging.getLogger(__name__)
 
-MOST_WINDOW = 32
+WINDOW, MOST_WINDOW = 4, 32
 _KEPT = 16  # so many things may readers hold beside those in the window before they copy what they get
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_S = 0.02
@@ -308,7 +308,7 @@ def serve(
     name: str,
     *,
     readers: int | None = None,
-    window: int = 4,
+    window: int = WINDOW,
     policy: Policy = "wait",
     epochs: int | None = None,
     job: str | None = None,
@@ -352,10 +352,17 @@ def serve(
         raise ValueError(f'policy is "wait" or "drop", and got {policy!r}')
     if readers is not None and readers < 1:
         raise ValueError(f"readers is 1 or more, or None, and got {readers}")
-    about, listener = meeting.introduction(job), meeting.listen(name)
+    run_server(loader, name, Roster(readers, window, policy), meeting.introduction(job), epochs)
+
+
+def run_server(
+    loader: Any, name: str, roster: Roster, about: dict[str, Any], epochs: int | None = None
+) -> None:
+    """Serve, and end: `serve` with checked arguments, and an introduction of this process."""
+    listener = meeting.listen(name)
     why = f"process {os.getpid()}, which served {name!r}, has ended"
     with listener, _Termination() as termination:
-        server = Server(Source(loader), name, Roster(readers, window, policy), about, listener)
+        server = Server(Source(loader), name, roster, about, listener)
         try:
             server.run(epochs, termination.check)
         except BaseException as error:
