@@ -183,9 +183,9 @@ def test_ranks_with_different_loaders_are_told() -> None:
     assert outcomes(different) == [
         "ready",
         (
-            "LoaderError: with shared_by='host' all ranks of a host make the same loader, for they get the same "
-            "batches. Local rank 0 has: Numbers, 64 samples, batch_size=4, BatchSampler, RandomSampler; and this "
-            "rank: Numbers, 64 samples, batch_size=5, BatchSampler, RandomSampler"
+            "LoaderError: with shared_by='host' all ranks of a host make the same loader, for they get the "
+            "same batches. Local rank 0 has: Numbers, 64 samples, batch_size=4, BatchSampler, RandomSampler; "
+            "and this rank: Numbers, 64 samples, batch_size=5, BatchSampler, RandomSampler"
         ),
     ]
 
