@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -57,8 +58,11 @@ class Ranks:
     def end(self, *, kill: int | None = None) -> None:
         if kill is not None:
             self.processes[kill].kill()
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # it was killed
+                pipe.send("end")
             pipe.close()
+        for process in self.processes:
             process.join(WAIT_S)
             assert process.exitcode is not None, "a rank hangs at its end"
             process.close()
