@@ -36,7 +36,7 @@ from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
-from shmloader.loading import set_epoch, shared_loadings
+from shmloader.loading import imported_when_used, set_epoch
 from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
@@ -65,7 +65,13 @@ def _host_loading(loader: Any) -> Any:
     return host_loading(loader)
 
 
-shared_loadings["host"] = _host_loading
+def _own_process(dataset: Any) -> Any:
+    from shmloader.channel.stage import OwnProcess
+
+    return OwnProcess(dataset)
+
+
+imported_when_used.update(host=_host_loading, OwnProcess=_own_process)
 
 
 def __getattr__(name: str) -> Any:

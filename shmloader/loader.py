@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shmloader.framework_rebuilds import (
     PreparedFlag,
@@ -17,7 +17,7 @@ from shmloader.framework_rebuilds import (
     warn_of_ray,
     warn_of_torchs_class,
 )
-from shmloader.loading import loading_of
+from shmloader.loading import imported_when_used, loading_of
 from shmloader.memory import why_unavailable
 from shmloader.settings import (
     OWN_DEFAULTS,
@@ -242,7 +242,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         check_arguments(options, dataset, workers, persistent_workers, multiprocessing_context)
         torchs = {name: given[name] for name in _TORCHS if name in given}
         torchs |= {"num_workers": workers, "prefetch_factor": in_advance}
-        super().__init__(**torchs | {"dataset": _shared_if_asked(self, dataset)})
+        super().__init__(**torchs | {"dataset": _staged(_shared_if_asked(self, dataset), workers)})
         warn_of_ray(self)
 
     def __repr__(self) -> str:
@@ -418,6 +418,14 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 tracker.
         """
         return loading_of(self).profile(every_s, callback)
+
+
+def _staged(dataset: Any, num_workers: int) -> Any:
+    """The dataset; in a process of its own if its ``is_separate_process()`` says so and it has no worker."""
+    says = getattr(type(dataset), "is_separate_process", None)
+    if num_workers or not callable(says) or not isinstance(dataset, IterableDataset) or not says(dataset):
+        return dataset
+    return imported_when_used["OwnProcess"](dataset)
 
 
 def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:

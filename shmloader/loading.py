@@ -360,13 +360,15 @@ def set_epoch(loader: Any, epoch: int) -> None:
     loading_of(loader).set_epoch(epoch)
 
 
-shared_loadings: dict[str, Callable[[Callable[[], Any]], Loading]] = {}
-"""Makers of the `Loading` of loaders with ``shared_by``; `shmloader.serving` is not imported before."""
+imported_when_used: dict[str, Callable[[Any], Any]] = {}
+"""Makers of the `Loading` of loaders with ``shared_by``, and of an ``"OwnProcess"``. `shmloader` adds them, since
+loading imports none of their packages."""
 
 
 def _new_loading(loader: Any) -> Loading:
     shared_by = option_in_effect("shared_by", getattr(loader, "shared_by", None))
-    return shared_loadings.get(shared_by, Loading)(weakref.ref(loader))
+    loading: Loading = imported_when_used.get(shared_by, Loading)(weakref.ref(loader))
+    return loading
 
 
 _profile_each: Callable[[Loading], None] | None = None
