@@ -361,7 +361,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 imported_when_used: dict[str, Callable[[Any], Any]] = {}
-"""Makers of the `Loading` of loaders with ``shared_by``, and of an ``"OwnProcess"``. `shmloader` adds them, since
+"""Makers of the `Loading` of loaders with ``shared_by``, and of an ``"OwnProcess"``. `shmloader` adds them:
 loading imports none of their packages."""
 
 
