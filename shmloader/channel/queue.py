@@ -277,6 +277,10 @@ class Queue:
                 self._consumer = Consumer(self._parts, self._roles, self._started)
             return self._consumer
 
+    def has_forked(self) -> None:
+        """Note that this process has forked another one."""
+        self._roles.has_forked()
+
     def after_fork(self) -> None:
         """Give up the parent's ends, in a forked process."""
         for end in self._ends():
@@ -334,4 +338,9 @@ def _after_fork() -> None:
         one.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _after_fork_in_parent() -> None:
+    for one in list(live):
+        one.has_forked()
+
+
+os.register_at_fork(after_in_child=_after_fork, after_in_parent=_after_fork_in_parent)
