@@ -112,7 +112,7 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf as it is, if its dtype and device have any: it needs no call to make it anew."""
+    """Whether a tensor is a leaf as it is, if its dtype and device have any: no call makes it anew."""
     plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.requires_grad)
     return plain and tensor.is_contiguous() and 1 not in tensor.shape and tensor.dim() <= MOST_DIMENSIONS
 
