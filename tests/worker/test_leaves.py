@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder, decoder
-from shmloader.codec.layout import ARRAY, join_header, pack_row
+from shmloader.codec.layout import ARRAY, LONE_LEAF, join_header, pack_row
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.memory import Segment
 
@@ -368,3 +368,50 @@ class OfALeaf:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+LONE: dict[str, torch.Tensor] = {
+    "plain": torch.arange(12.0).reshape(3, 4),
+    "empty": torch.ones(0, 3),
+    "of no dimensions": torch.tensor(7),
+    "bfloat16": torch.ones(4, 2, dtype=torch.bfloat16),
+    "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
+    "a row": torch.arange(12.0).reshape(3, 4)[1],
+    "transposed": torch.arange(12.0).reshape(3, 4).T,
+    "one channel, channels last": torch.ones(2, 1, 3, 3).to(memory_format=torch.channels_last),
+    "requiring grad": torch.ones(3, requires_grad=True),
+    "many dimensions": torch.arange(2.0).reshape((1,) * 40 + (2,)),
+    "many dimensions of two": torch.zeros((0,) + (2,) * 40),
+    "sparse": torch.eye(3).to_sparse(),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_a_tensor_alone_arrives_as_inside_a_list(name: str) -> None:
+    alone, (inside,) = arrives(LONE[name]), arrives([LONE[name]])
+    assert_same(alone, inside)
+    assert (type(alone), alone.requires_grad, alone.layout) == (
+        type(inside),
+        inside.requires_grad,
+        inside.layout,
+    )
+    if alone.layout is torch.strided:
+        assert alone.stride() == inside.stride()
+    assert alone.is_conj() is False
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_alone_arrive() -> None:
+    arrived = arrives(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    assert [len(part) for part in arrived.unbind()] == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "is_so"), [("plain", True), ("bfloat16", True), ("transposed", False)])
+def test_a_plain_tensor_alone_needs_no_pickler(name: str, is_so: bool) -> None:
+    segment = Segment()
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
+    begin, end, _ = Encoder(allocator).encode(LONE[name])
+    assert bytes(allocator.view()[begin:end]).startswith(LONE_LEAF) is is_so
+    allocator.close()
