@@ -9,14 +9,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any
+
+import torch
 
 from shmloader.distributed import local_rank_and_ranks, rank_and_ranks
 from shmloader.errors import LoaderError, ServerDied, ShareTimeout
@@ -185,19 +190,52 @@ def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> 
     vars(served).pop("device", None)
     set_device(served, None)
     context = loader.multiprocessing_context or multiprocessing
-    arguments = (served, name, ranks, about, os.getpid(), global_states())
+    arguments = (_Sent(served), name, ranks, about, os.getpid(), global_states())
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
     process.start()
     return process
 
 
+class _Sent:
+    """A loader on its way to another process, with the states of generators by value.
+
+    torch's own reduction passes a descriptor of a tensor that is gone before a fork server has it.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        pickled = io.BytesIO()
+        _Pickler(pickled).dump(self.loader)
+        return _received, (pickled.getvalue(),)
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is torch.Generator:
+            return _generator, (value.device.type, value.get_state().numpy().tobytes())
+        return NotImplemented
+
+
+def _received(pickled: bytes) -> _Sent:
+    return _Sent(pickle.loads(pickled))
+
+
+def _generator(device: str, state: bytes) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
 def _serve(
-    loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int, states: GlobalStates
+    sent: _Sent, name: str, ranks: int, about: dict[str, Any], main_pid: int, states: GlobalStates
 ) -> None:
     """Serve until all ranks have left, or local rank 0 has ended."""
     parent_watch.begin(main_pid)
+    torch.set_num_threads(1)  # a forked process with more hangs where its parent has computed with them
     set_global_states(states)
-    run_server(loader, name, Roster(ranks, WINDOW, "wait"), about)
+    run_server(sent.loader, name, Roster(ranks, WINDOW, "wait"), about)
 
 
 def _attach(name: str, about: dict[str, Any], process: Any) -> Link:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def epochs(rank: int, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_each_rank_gets_the_batches_of_one_program(method: str) -> None:
+def test_each_rank_gets_the_batches_of_one_program(warm_helpers: None, method: str) -> None:
     context = multiprocessing.get_context(method)
     one, other = outcomes(epochs, {"multiprocessing_context": context})
     assert one == other
@@ -205,7 +205,7 @@ class Unreadable(Numbers):
         raise OSError("not here")
 
 
-def test_a_process_that_cannot_serve_is_named() -> None:
+def test_a_process_that_cannot_serve_is_named(warm_helpers: None) -> None:
     said, _ = outcomes(fails_to_start)
     assert "ServerDied: the process that was to serve a loader" in said
     assert "exited with code 1" in said
@@ -279,7 +279,10 @@ def test_what_is_not_there_is_an_error() -> None:
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
-    """An endless stream."""
+    """A stream without items."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 PROGRAM = """
