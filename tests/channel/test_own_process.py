@@ -156,7 +156,7 @@ class Pipe(IterableWrapper):  # type: ignore[misc]
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        yield from ((item, os.getpid()) for item in super().__iter__())
+        yield from ((item, os.getpid()) for item in self.iterable)
 
 
 def test_so_has_a_data_pipe() -> None:
