@@ -39,7 +39,7 @@ from shmloader.statistics import LoaderStatistics
 from shmloader.store.job import job_of_process
 from shmloader.worker import parent_watch
 from shmloader.worker.epoch_settings import has_set_epoch
-from shmloader.worker.random_state import GlobalStates, global_states, set_global_states
+from shmloader.worker.random_state import global_states, set_global_states
 
 _WAIT_S = 1800.0  # for local rank 0, as in `share_on_host`
 _LOOK_S = 1.0  # how often to look meanwhile whether its process has ended
@@ -190,7 +190,7 @@ def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> 
     vars(served).pop("device", None)
     set_device(served, None)
     context = loader.multiprocessing_context or multiprocessing
-    arguments = (_Sent(served), name, ranks, about, os.getpid(), global_states())
+    arguments = (_Sent(served), name, ranks, about, os.getpid(), pickle.dumps(global_states()))
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
     process.start()
     return process
@@ -199,7 +199,7 @@ def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> 
 class _Sent:
     """A loader on its way to another process, with the states of generators by value.
 
-    torch's own reduction passes a descriptor of a tensor that is gone before a fork server has it.
+    As tensors they would be passed by descriptors, which may be closed before a fork server has them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -228,13 +228,11 @@ def _generator(device: str, state: bytes) -> torch.Generator:
     return generator
 
 
-def _serve(
-    sent: _Sent, name: str, ranks: int, about: dict[str, Any], main_pid: int, states: GlobalStates
-) -> None:
+def _serve(sent: _Sent, name: str, ranks: int, about: dict[str, Any], main_pid: int, states: bytes) -> None:
     """Serve until all ranks have left, or local rank 0 has ended."""
     parent_watch.begin(main_pid)
     torch.set_num_threads(1)  # a forked process with more hangs where its parent has computed with them
-    set_global_states(states)
+    set_global_states(pickle.loads(states))
     run_server(sent.loader, name, Roster(ranks, WINDOW, "wait"), about)
 
 

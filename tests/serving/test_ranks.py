@@ -72,6 +72,10 @@ def outcomes(program: Callable[..., Any], *given: Any) -> list[Any]:
     ranks = Ranks(program, *given)
     try:
         return [ranks.hear(rank) for rank in range(2)]
+    except AssertionError:
+        for process in ranks.processes:
+            process.kill()
+        raise
     finally:
         ranks.end()
 
