@@ -9,15 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
-import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -39,7 +36,6 @@ from shmloader.statistics import LoaderStatistics
 from shmloader.store.job import job_of_process
 from shmloader.worker import parent_watch
 from shmloader.worker.epoch_settings import has_set_epoch
-from shmloader.worker.random_state import global_states, set_global_states
 
 _WAIT_S = 1800.0  # for local rank 0, as in `share_on_host`
 _LOOK_S = 1.0  # how often to look meanwhile whether its process has ended
@@ -184,56 +180,23 @@ def _epoch_of_sampler(settings: Settings) -> int | None:
 
 
 def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> Any:
-    """Start the process that serves a copy of a loader; it is the child of this rank, and ends with it."""
+    """Fork the process that serves a copy of a loader; it is the child of this rank, and ends with it."""
     served = copy.copy(loader)
     served.shared_by, served.pin_memory = None, False
     vars(served).pop("device", None)
     set_device(served, None)
-    context = loader.multiprocessing_context or multiprocessing
-    arguments = (_Sent(served), name, ranks, about, os.getpid(), pickle.dumps(global_states()))
+    arguments = served, name, ranks, about, os.getpid()
+    context = multiprocessing.get_context("fork")  # with copies of this rank's generators
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
     process.start()
     return process
 
 
-class _Sent:
-    """A loader on its way to another process, with the states of generators by value.
-
-    As tensors they would be passed by descriptors, which may be closed before a fork server has them.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        pickled = io.BytesIO()
-        _Pickler(pickled).dump(self.loader)
-        return _received, (pickled.getvalue(),)
-
-
-class _Pickler(ForkingPickler):
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Generator:
-            return _generator, (value.device.type, value.get_state().numpy().tobytes())
-        return NotImplemented
-
-
-def _received(pickled: bytes) -> _Sent:
-    return _Sent(pickle.loads(pickled))
-
-
-def _generator(device: str, state: bytes) -> torch.Generator:
-    generator = torch.Generator(device)
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return generator
-
-
-def _serve(sent: _Sent, name: str, ranks: int, about: dict[str, Any], main_pid: int, states: bytes) -> None:
+def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int) -> None:
     """Serve until all ranks have left, or local rank 0 has ended."""
     parent_watch.begin(main_pid)
     torch.set_num_threads(1)  # a forked process with more hangs where its parent has computed with them
-    set_global_states(pickle.loads(states))
-    run_server(sent.loader, name, Roster(ranks, WINDOW, "wait"), about)
+    run_server(loader, name, Roster(ranks, WINDOW, "wait"), about)
 
 
 def _attach(name: str, about: dict[str, Any], process: Any) -> Link:

@@ -21,6 +21,7 @@ from serving_programs import WAIT_S, Numbers, numbers, plain, wait_until
 from warm_python import warm_python
 
 import shmloader
+from shmloader.serving import ranks as serving_ranks
 
 FORK = multiprocessing.get_context("fork")
 _runs = itertools.count()
@@ -84,8 +85,8 @@ def shared(**options: Any) -> shmloader.DataLoader[Any]:
     return numbers(shared_by="host", **options)
 
 
-def epochs(rank: int, options: dict[str, Any]) -> Any:
-    train = shared(seed_per_sample=True, **options)
+def epochs(rank: int) -> Any:
+    train = shared(seed_per_sample=True)
     small = shared(dataset=Numbers(8), shuffle=False)
     torch.manual_seed(rank)
     before = torch.get_rng_state()
@@ -100,10 +101,8 @@ def epochs(rank: int, options: dict[str, Any]) -> Any:
     return got
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_each_rank_gets_the_batches_of_one_program(warm_helpers: None, method: str) -> None:
-    context = multiprocessing.get_context(method)
-    one, other = outcomes(epochs, {"multiprocessing_context": context})
+def test_each_rank_gets_the_batches_of_one_program() -> None:
+    one, other = outcomes(epochs)
     assert one == other
     alone = numbers(seed_per_sample=True)
     order = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -199,17 +198,14 @@ def test_ranks_with_different_loaders_are_told() -> None:
 
 
 def fails_to_start(rank: int) -> Any:
-    return next(iter(shared(dataset=Unreadable(), multiprocessing_context="forkserver"))) if rank == 0 else ""
-
-
-class Unreadable(Numbers):
-    """Cannot be unpickled."""
-
-    def __setstate__(self, _: Any) -> None:
+    def fails(*_: Any) -> None:
         raise OSError("not here")
 
+    serving_ranks.run_server = fails
+    return next(iter(shared())) if rank == 0 else ""
 
-def test_a_process_that_cannot_serve_is_named(warm_helpers: None) -> None:
+
+def test_a_process_that_cannot_serve_is_named() -> None:
     said, _ = outcomes(fails_to_start)
     assert "ServerDied: the process that was to serve a loader" in said
     assert "exited with code 1" in said
