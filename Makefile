@@ -9,8 +9,10 @@ PIP := $(BIN)/python -m pip
 # gigabytes of CUDA packages.
 TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 PYTEST_ARGS ?=
-# Two processes at most: tests start many themselves. A file is run by one of them.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Some images set it. Every program would then compile the package anew, and pytest rewrite all tests: a third more.
+export PYTHONDONTWRITEBYTECODE :=
+# Two processes at most: tests start many themselves. One that has run out of tests takes half of the other's rest.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Lint runs beside the tests, and what it says comes after them: red if either is.
 BESIDE_LINT = @$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	run() { echo "$$*"; "$$@"; tests=$$?; wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint)); }; run

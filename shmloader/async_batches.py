@@ -5,22 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from shmloader.errors import LoaderError, NotReady
 
 _waited_for: set[int] = set()
 """Descriptors of iterators for whose next batch a task waits."""
-
-
-class Readable(Protocol):
-    """An iterator that need not wait; see `SlotIterator`."""
-
-    def try_next(self) -> Any:
-        """The next batch; raises `NotReady` if it is not here."""
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when there may be one."""
 
 
 class AsyncBatches:
@@ -30,8 +20,8 @@ class AsyncBatches:
     taken none. Other tasks run before each batch, also where it is here already.
     """
 
-    def __init__(self, iterator: Readable, timeout_s: float, note_wait: Callable[[int], None]) -> None:
-        self._iterator = iterator
+    def __init__(self, iterator: Any, timeout_s: float, note_wait: Callable[[int], None]) -> None:
+        self._iterator = iterator  # with `try_next` and `fileno`
         self._timeout_s = timeout_s  # after which the iterator is to look at its workers; 0 for never
         self._note_wait = note_wait  # counts nanoseconds
         self._turns = asyncio.Lock()

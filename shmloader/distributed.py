@@ -24,11 +24,7 @@ _ends = itertools.count()
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This rank and the number of ranks: those of ``torch.distributed``, else those of the environment.
-
-    Raises:
-        ValueError: If ``RANK`` and ``WORLD_SIZE`` are no rank and no number of ranks.
-    """
+    """This rank and the number of ranks: of ``torch.distributed``, else of valid environment variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
@@ -62,9 +58,7 @@ def check_equal_ends(batches: int, timeout_s: float) -> None:
     A rank that has more batches than others would wait for them in its next collective operation. So each
     rank publishes its number at its end, and waits for the others' for ``timeout_s``, or five minutes if that
     is 0. All ranks have to come to the ends of such epochs in the same order.
-
-    Raises:
-        LoaderError: If another rank has had more or fewer batches, or has not come to its end in time.
+    Raises `LoaderError` if another has had more or fewer, or has not come to its end in time.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return

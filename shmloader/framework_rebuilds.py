@@ -16,7 +16,9 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import warn_once
+from shmloader.memory import why_unavailable
 from shmloader.settings import options_asked_for
+from shmloader.store_hooks import hooks
 
 
 def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
@@ -43,16 +45,21 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
     kind.__init__ = __init__  # type: ignore[misc]
 
 
-def replace_in_records(loader: Any, original: object, shared: object) -> None:
-    """Replace the dataset in the arguments that Lightning notes on a loader before its ``__init__`` runs.
+def shared_if_asked(loader: Any, dataset: Any) -> Any:
+    """The dataset, shared if ``share_dataset`` asks for that and the platform has shared memory.
 
-    Lightning builds the loader anew from them. The original would be shared a second time, and stay alive.
+    Lightning notes the arguments on a loader before its ``__init__`` runs, and builds the loader anew from
+    them. There too the shared one replaces the original, which would be shared twice, and stay alive.
     """
+    if not loader.share_dataset or why_unavailable() is not None:
+        return dataset
+    shared = hooks.share_dataset(dataset)
     for name, record in list(vars(loader).items()):
         if name.startswith("__pl_saved_") and isinstance(record, tuple | dict):
             keyed = record if isinstance(record, dict) else dict(enumerate(record))
-            replaced = {key: shared if value is original else value for key, value in keyed.items()}
+            replaced = {key: shared if value is dataset else value for key, value in keyed.items()}
             vars(loader)[name] = replaced if isinstance(record, dict) else tuple(replaced.values())
+    return shared
 
 
 class PreparedFlag:

@@ -12,11 +12,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from shmloader import torch_private
-from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts, warn_of_bad_samples
+from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.indices.samplers import generator_states, states_if_drawn
-from shmloader.resume import Pass
+from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
@@ -140,7 +140,7 @@ class InProcessIterator(torch_private.SingleProcessIterator):
                     self._stream.end_epoch(self._progress)
                 self._progress.end()
                 self._end_setup()
-                warn_of_bad_samples(self._counters, self._on_error)
+                self._counters.of(ReportCounts).warn(self._on_error)
                 raise
             self._note_taken(returned=batch is not LEFT_OUT)
             if batch is not LEFT_OUT:

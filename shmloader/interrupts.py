@@ -79,6 +79,20 @@ class Occupied(NotReady):
     """``try_next()`` was called while another thread is inside ``next()``."""
 
 
+class Expected:
+    """A context manager: exceptions of some classes that are raised meanwhile are raised on purpose."""
+
+    def __init__(self, lifecycle: Lifecycle, kinds: tuple[type[BaseException], ...]) -> None:
+        self._lifecycle, self._kinds = lifecycle, kinds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._kinds):
+            self._lifecycle.expect(error)
+
+
 class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
@@ -140,6 +154,10 @@ class Lifecycle:
         self._expected = error
         return error
 
+    def expects(self, *kinds: type[BaseException]) -> Expected:
+        """A context manager that does `expect` with exceptions of these classes."""
+        return Expected(self, kinds)
+
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
         if not self._lock.acquire(blocking=False):
@@ -160,10 +178,7 @@ class Lifecycle:
 
 
 def is_led_to_by_close(error: BaseException, interrupted: bool) -> bool:
-    """Whether an exception has only come about by ``close()``, in another thread or a signal handler.
-
-    ``interrupted``: whether that has interrupted the iterator's wait for its workers.
-    """
+    """Whether only ``close()`` elsewhere led to an exception: it ``interrupted`` the wait for workers."""
     if isinstance(error, LoaderClosed):
         return _is_cut_off()
     kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)

@@ -6,7 +6,6 @@ which batch is next, and the iterator returns it.
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import weakref
@@ -19,7 +18,7 @@ from shmloader import interrupts, torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
-from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts, warn_of_bad_samples
+from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.epoch_prefetch import next_epoch_for
@@ -27,7 +26,8 @@ from shmloader.indices.samplers import GeneratorStates, generator_states
 from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
 from shmloader.order.auto import Auto
 from shmloader.order.scheduler import Scheduler
-from shmloader.resume import Pass, States
+from shmloader.resume.passes import Pass
+from shmloader.resume.states import States
 from shmloader.settings import Settings
 from shmloader.slots import Place, PlaceTable
 from shmloader.slots.place import MAKING
@@ -36,14 +36,10 @@ from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.worker.epoch_settings import EpochSettings
-from shmloader.worker.fetcher import FetchRules
-from shmloader.worker.loop import WorkerArguments
 from shmloader.worker.random_state import GlobalStates
 from shmloader.workers import Workers, start_workers, stop_workers
 
 if TYPE_CHECKING:
-    import torch
-
     from shmloader.exchange.delivery import Delivery
 
 
@@ -64,10 +60,8 @@ class SlotIterator(torch_private.OwnOrder):
     ) -> None:
         super().__init__(loader)
         settings = one_pass.settings
-        if settings.prefetch_factor <= 0:
-            raise AssertionError(
-                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"  # torch's words
-            )
+        if settings.prefetch_factor <= 0:  # torch's words
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._in_order = settings.in_order
         self._on_error: str = settings.on_error
         self._counters = counters
@@ -102,28 +96,13 @@ class SlotIterator(torch_private.OwnOrder):
             raise
 
     def _start_workers(self, one_pass: Pass, auto: Auto | None) -> Workers:
-        settings, stream = one_pass.settings, one_pass.stream
-        init_fn = torch_private.init_fn_for(
-            self._dataset, settings.worker_init_fn, self._world_size, self._rank
-        )
-        # Only streams need the shared seed, and their workers are all started with the iterator.
-        make_arguments = functools.partial(
-            WorkerArguments,
-            num_workers=self._num_workers if auto is None else auto.most_workers,
-            segment=self.table.segment,
-            dataset=self._dataset,
-            rules=FetchRules.of(settings, None if stream is None else stream.rules),
-            base_seed=int(self._base_seed),
-            shared_seed=None if stream is None else stream.share_seed(self._shared_seed),
-            init_fn=init_fn,
-            seeds_samples=settings.seeds_samples,
-            places=settings.place_results,
-            max_nbytes=settings.worker_max_nbytes,
-            make_probe=self._counters.make_probe,
-        )
-        return start_workers(settings, make_arguments)
+        most_workers = self._num_workers if auto is None else auto.most_workers
+        init_fn = one_pass.settings.worker_init_fn
+        init_fn = torch_private.init_fn_for(self._dataset, init_fn, self._world_size, self._rank)
+        seeds = int(self._base_seed), self._shared_seed
+        return start_workers(one_pass, self.table, self._dataset, most_workers, init_fn, *seeds)
 
-    def _make_delivery(self, device: torch.device | None) -> Delivery | None:
+    def _make_delivery(self, device: Any) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
         if device is None and not self._pin_memory:
             return None
@@ -179,7 +158,7 @@ class SlotIterator(torch_private.OwnOrder):
     def _begin_order(self, one_pass: Pass, early: Iterator[Any] | None, *, further: bool) -> Iterator[Any]:
         """Make torch's draws at the beginning of an epoch; returns its index batches."""
         sampler, generator = self._index_sampler, one_pass.settings.generator
-        try:
+        with self._lifecycle.expects(Exception):  # the sampler's, or that a state cannot be resumed from
             if early is None:
                 before: GeneratorStates | None = generator_states(sampler, generator)
                 sampler_iter = iter(sampler)
@@ -189,9 +168,6 @@ class SlotIterator(torch_private.OwnOrder):
             self._draw_shared_seed(generator)
             seeds = int(self._base_seed), self.table.epoch + further
             batches, self._progress = one_pass.begin(sampler_iter, before, seeds)
-        except Exception as error:
-            self._lifecycle.expect(error)  # the sampler's own, or of a state that cannot be resumed from
-            raise
         self._stream = one_pass.stream
         if self._stream is not None:
             self._stream.share_seed(self._shared_seed)
@@ -240,9 +216,9 @@ class SlotIterator(torch_private.OwnOrder):
     def try_next(self) -> Any:
         """The next batch if it is here: as ``next()``, with the same order, exceptions and states.
 
-        It waits for no worker, and for no other thread inside ``next()``. It runs the sampler, as ``next()``
-        does, and may wait for an accelerator that still reads all slots. The loader's ``timeout`` counts from
-        the first of consecutive calls that found nothing. See docs/waiting.md.
+        It waits for no worker, and for no other thread inside ``next()``, but maybe for an accelerator that
+        still reads all slots. The loader's ``timeout`` counts from the first of consecutive calls that found
+        nothing. See docs/waiting.md.
 
         Raises:
             NotReady: If the batch is not here yet. Nothing was taken.
@@ -268,7 +244,8 @@ class SlotIterator(torch_private.OwnOrder):
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
-            self._begin_recorded(recorder)
+            with self._lifecycle.expects(Exception):  # of the program's callback; nothing is taken yet
+                recorder.begin_next(self._counters.wait_for_workers_ns)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         copies = self._copies
@@ -296,15 +273,8 @@ class SlotIterator(torch_private.OwnOrder):
             self._progress.keep()
         raise self._end_epoch()
 
-    def _begin_recorded(self, recorder: Recorder) -> None:
-        try:
-            recorder.begin_next(self._counters.wait_for_workers_ns)
-        except Exception as error:  # of the program's callback; nothing is taken yet
-            self._lifecycle.expect(error)
-            raise
-
     def _end_epoch(self) -> StopIteration:
-        try:
+        with self._lifecycle.expects(LoaderError, Warning):  # that ranks differ; warnings made errors
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
             if self._copies is not None:
@@ -314,10 +284,7 @@ class SlotIterator(torch_private.OwnOrder):
                 self._shutdown_workers()
             if self._copies is not None:
                 self._copies.warn()
-            warn_of_bad_samples(self._counters, self._on_error)
-        except (LoaderError, Warning) as error:  # ranks of other lengths; warnings that are errors
-            self._lifecycle.expect(error)
-            raise
+            self._counters.of(ReportCounts).warn(self._on_error)
         return self._lifecycle.expect(StopIteration())
 
     def _await(self, place: Place) -> None:
@@ -386,46 +353,30 @@ class SlotIterator(torch_private.OwnOrder):
     def _warn(self) -> None:
         """Give a warning that is due; no batch is lost if the program's filters make it an error."""
         copies = self._copies
-        try:
+        with self._lifecycle.expects(Warning):
             if self.table.warning:
                 warn(self.table.take_warning(), SpillWarning)
             elif copies is not None:
                 copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
                 copies.warn()
-        except Warning as error:
-            self._lifecycle.expect(error)
-            raise
 
     def __repr__(self) -> str:
         own = vars(self)  # `__init__` may have raised
         workers = own["_all_workers"].workers if "_all_workers" in own else ()
-        state = f"{len(workers)} workers" if workers else "closed"
-        return (
-            f"<{type(self).__name__}: {own.get('_num_yielded', 0)} batches of this epoch returned, {state}>"
-        )
+        returned, state = own.get("_num_yielded", 0), f"{len(workers)} workers" if workers else "closed"
+        return f"<{type(self).__name__}: {returned} batches of this epoch returned, {state}>"
 
     # --- the end
 
     def _check_open(self) -> None:
         if not self._all_workers.workers:
-            why = self._all_workers.closed_because
-            message = f"this iterator cannot go on: {why}. Call iter(loader) for a new one."
-            raise self._lifecycle.expect(LoaderClosed(message))
+            why = f"{self._all_workers.closed_because}. Call iter(loader) for a new one."
+            raise self._lifecycle.expect(LoaderClosed(f"this iterator cannot go on: {why}"))
 
     @property
     def closed(self) -> bool:
         """Whether the iterator cannot be used for another epoch."""
         return not self._all_workers.workers or self._lifecycle.phase is BROKEN
-
-    @property
-    def pids(self) -> list[int | None]:
-        """The ids of its worker processes."""
-        return [process.pid for process in self._all_workers.processes]
-
-    def oldest_leases(self) -> tuple[str, ...]:
-        """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
-        inspection = self.table.inspection
-        return () if inspection is None else inspection.oldest_leases()
 
     @property
     def _workers(self) -> list[Any]:

@@ -13,12 +13,11 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from shmloader.framework_rebuilds import (
     PreparedFlag,
     list_options,
-    replace_in_records,
+    shared_if_asked,
     warn_of_ray,
     warn_of_torchs_class,
 )
 from shmloader.loading import imported_when_used, loading_of
-from shmloader.memory import why_unavailable
 from shmloader.settings import (
     OWN_DEFAULTS,
     PROCESS,
@@ -36,7 +35,6 @@ from shmloader.settings import (
     set_options,
 )
 from shmloader.statistics import LoaderStatistics
-from shmloader.store_hooks import hooks
 from shmloader.torch_private import never_compiled
 
 _T = TypeVar("_T")
@@ -64,8 +62,7 @@ class _Rows(Protocol[_T_co]):
     def __len__(self) -> int: ...
 
 
-_TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]
-"""The arguments of torch's class."""
+_TORCHS = tuple(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)[1:]  # torch's arguments
 
 
 class DataLoader(_Base[_T_co], Generic[_T_co]):
@@ -98,57 +95,51 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             the platform's default.
         prefetch_factor: Batches made in advance per worker; 2 if None and there are workers. ``"auto"``
             begins with 2 and takes more, up to 16, if the program waits although the workers have time.
-        memory_budget_nbytes: Most bytes that the slots of one iterator may take together; at least a page for
-            each of ``prefetch_factor * num_workers + 2`` slots (less counts as that). If it is too small for
-            that many batches, fewer are made in advance; batches that still do not fit are copied to private
-            memory, counted in `statistics`. One warning tells of both. None takes half of what the machine
-            and its memory cgroup have available when iteration begins, and looks again when batches have
-            grown.
+        memory_budget_nbytes: Most bytes that the slots of one iterator may take together. If they are too
+            few, fewer batches are made in advance, and those that still do not fit are copied to private
+            memory; one warning tells of it. None: half of what the machine and its memory cgroup have
+            available when iteration begins, and again when batches have grown.
         worker_restarts: How many dead workers, and with ``timeout`` silent ones, an iterator replaces before
             one of them is an error. The batches that a replaced worker held are made again, in the same
             order; one that has ended two workers is an error at once. The new worker is seeded like the first
             one at its start, so samples' random numbers are others. For map-style datasets.
         worker_max_nbytes: Most private memory of a worker process. One that has more is replaced by a new
-            process between two of its batches, and what it leaked is given back. Order and random numbers
-            stay as they were: the state of its generators is handed over, and with ``state_dict()`` and
-            ``load_state_dict()`` the dataset's own. Generators and iterators that a dataset without them
-            keeps, and numbers that change, are an error from ``next()``. For map-style datasets. None for no
-            limit. See docs/robustness.md.
+            process between two of its batches; order and random numbers stay. A state of the dataset that
+            would be lost is an error from ``next()``, unless its ``state_dict()`` pair hands it over. For
+            map-style datasets. None for no limit. See docs/robustness.md.
         on_error: What to do with a sample whose ``dataset[i]`` raises (for an iterable-style dataset, its
             iterator): ``"raise"`` it from ``next()``; ``"skip"`` it, so that its batch is smaller; or
-            ``"replace"`` it by a copy of the next good sample of its batch, from the batch's end on by the
-            first ones (of an iterable-style dataset, by the stream's next sample). A batch without a good
-            sample is left out of the epoch. Bad samples are listed in `statistics` and summed up in one
-            `BadSampleWarning` for the loader. Never skipped: ``SystemExit``, ``KeyboardInterrupt``,
-            out-of-memory errors, errors of a loader inside the dataset, and exceptions of samplers and
-            ``collate_fn``. See docs/errors.md.
+            ``"replace"`` it by a copy of the next good sample of its batch (of a stream, by its next sample).
+            A batch without a good sample is left out of the epoch. `statistics` lists bad samples, and one
+            `BadSampleWarning` for the loader sums them up. Never skipped: ``SystemExit``,
+            ``KeyboardInterrupt``, out-of-memory errors, errors of a loader inside the dataset, and exceptions
+            of samplers and ``collate_fn``. See docs/errors.md.
         dispatch: Which worker makes which batch. ``"static"``, the default: they take turns, as torch's do.
             ``"dynamic"``: a free worker makes the next one, and while ``next()`` waits for a slow batch the
             others make further ones in advance, in up to 64 more slots within the memory budget. Batches come
             in the same order either way. It implies ``seed_per_sample``. For map-style datasets. See
             docs/dispatch.md.
-        prefetch_epochs: With ``persistent_workers``: ask the sampler for the next epoch as soon as this
-            epoch's last task is sent, and send its first tasks. The batches are the same as without it, as
-            long as nothing but the loader uses the sampler's ``generator``. Where it has no effect,
-            ``iter()`` warns. See docs/dispatch.md.
-        worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
+        prefetch_epochs: With ``persistent_workers``: draw and send the next epoch's first index batches as
+        soon as this epoch's last task is sent. Batches are the same, as long as only the loader uses the
+        sampler's ``generator``. Where it has no effect, ``iter()`` warns. See docs/dispatch.md. worker_type:
+        ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global
             random generators alone: draw from those of ``get_worker_info().rng``. Not for DataPipes, nor with
             ``worker_restarts`` or a ``multiprocessing_context``. See docs/threads.md.
-        share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share`
-            does: ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed. A
-            sequence or mapping with a class of its own keeps it, since its samples may be new at each access.
-            It saves memory only if nothing else (a sampler, a variable) keeps the original.
+        share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share` does:
+            ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed. A sequence
+            or mapping with a class of its own keeps it, since its samples may be new at each access. It saves
+            memory only if nothing else (a sampler, a variable) keeps the original.
         shard: ``"auto"`` divides an iterable-style dataset among all workers of all ranks, so that each item
             comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
             ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
             and gives its share of the items, which must come in the same order in all workers. Ranks have
             equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
-            the number of batches that each worker makes from one call of it to the next. Samples since the
-            last call are drawn again when the loader continues from a state; with 0 there is no call. None: 1
-            once the program has asked for a state or loaded one, until then once an epoch.
+            each worker's batches from one call of it to the next; the samples since are drawn again when the
+            loader continues. 0: no call. None: 1 once the program has asked for a state or loaded one, until
+            then once an epoch.
         seed_per_sample: Seed the generators of torch, NumPy and ``random`` in the worker before each sample,
             from the base seed, the epoch and the sample's place in it. Random augmentation is then the same
             with any number of workers, 0 included, and after `load_state_dict`. It takes 11 µs per sample.
@@ -233,16 +224,15 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         shared_by: SharedBy | None = None,
     ) -> None:
         given = locals()
-        workers = number_or_auto("num_workers", num_workers, 1)
-        in_advance = number_or_auto("prefetch_factor", prefetch_factor, 2)
+        given["num_workers"] = workers = number_or_auto("num_workers", num_workers, 1)
+        given["prefetch_factor"] = in_advance = number_or_auto("prefetch_factor", prefetch_factor, 2)
         check_torchs(batch_size, workers, in_advance, timeout, generator)
         given["dispatch"] = dispatch_of(dispatch, workers)
         options = set_options(self, {name: given[name] for name in OWN_DEFAULTS})
         set_device(self, device)
         check_arguments(options, dataset, workers, persistent_workers, multiprocessing_context)
-        torchs = {name: given[name] for name in _TORCHS if name in given}
-        torchs |= {"num_workers": workers, "prefetch_factor": in_advance}
-        super().__init__(**torchs | {"dataset": _staged(_shared_if_asked(self, dataset), workers)})
+        given["dataset"] = _staged(shared_if_asked(self, dataset), workers)
+        super().__init__(**{name: given[name] for name in _TORCHS if name in given})
         warn_of_ray(self)
 
     def __repr__(self) -> str:
@@ -316,12 +306,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         pass what it gives through `follow`, or pass the number that was used.
 
         Args:
-            taken: The place after so many of the batches that were returned since ``iter()`` (in a resumed
-                epoch, since that resumed), as a wrapper counts them. After an epoch's last batch it is the
-                rest of that epoch, which is empty. For orders that are a count (torch's samplers,
-                `ShardedSampler`), any number; for other samplers and streams, the last 1,024 and 0: a state
-                of their own is the one that was read when the epoch began, and a count. None: all that were
-                returned, or that came out of `follow`.
+            taken: The place after so many of the batches that were returned since ``iter()``, as a wrapper
+                counts them. For orders that are a count (torch's samplers, `ShardedSampler`), any number; for
+                other samplers and streams, the last 1,024 and 0. None: all that were returned, or that came
+                out of `follow`.
 
         Returns:
             A new flat dict of numbers, strings and None, mostly under 1 KB (see docs/resume.md), with the
@@ -359,17 +347,17 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def batch(self, epoch: int, number: int) -> Any:
         """The batch that this rank has in a step of an epoch, made again in this process, for debugging.
 
-        Iterators, the samplers, the workers and the program's random generators stay as they are. The order
-        must follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
+        Iterators, samplers, workers and the program's random generators stay as they are. The order must
+        follow from a seed and the epoch: of a `ShardedSampler`, `TokenBatchSampler`, `MixtureSampler`,
         torch's ``DistributedSampler``, or no shuffling. It is that of a whole epoch with this number of ranks
         and batch size, or of the resumed rest of the epoch in progress or of the state that was loaded.
 
         What samples draw at random is exact with ``seed_per_sample`` (and so ``dispatch="dynamic"``), for
         epochs that this loader has begun and that of a state that was loaded before; with
-        ``persistent_workers`` also for others, if their numbers go up by 1. Without it, it is drawn from the
-        program's generators as they are, which no worker had. What ``worker_init_fn`` or
-        ``get_worker_info()`` change in a dataset is not there. A dataset with ``set_epoch()`` is told of the
-        epoch meanwhile: without workers, let no other thread iterate then.
+        ``persistent_workers`` also for others, if their numbers go up by 1. Else it is drawn from the
+        program's generators as they are. What ``worker_init_fn`` or ``get_worker_info()`` change in a dataset
+        is not there. A dataset with ``set_epoch()`` is told of the epoch meanwhile: without workers, let no
+        other thread iterate then.
 
         Args:
             epoch: The number that the program passes to `set_epoch`.
@@ -426,12 +414,3 @@ def _staged(dataset: Any, num_workers: int) -> Any:
     if num_workers or not callable(says) or not isinstance(dataset, IterableDataset) or not says(dataset):
         return dataset
     return imported_when_used["OwnProcess"](dataset)
-
-
-def _shared_if_asked(loader: DataLoader[Any], dataset: Any) -> Any:
-    """The dataset, shared if ``share_dataset`` asks for that and the platform has shared memory."""
-    if not loader.share_dataset or why_unavailable() is not None:
-        return dataset
-    shared = hooks.share_dataset(dataset)
-    replace_in_records(loader, dataset, shared)
-    return shared

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from shmloader.errors import LoaderClosed, ResumeError, warn, warn_once
-from shmloader.failures.bad_samples import warn_of_bad_samples
+from shmloader.failures.bad_samples import ReportCounts
 from shmloader.in_process import InProcessIterator
 from shmloader.indices.samplers import with_inner
 from shmloader.iterator import SlotIterator
 from shmloader.memory import why_unavailable
 from shmloader.memory.limits import ProcessorUse, cores, processor_use
 from shmloader.order.auto import Auto, auto_for
-from shmloader.resume import States
 from shmloader.resume.compatibility import State, is_between_epochs
-from shmloader.settings import AUTO, THREAD, Settings, option_in_effect, options_asked_for
+from shmloader.resume.readers import Followed
+from shmloader.resume.states import States
+from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_in_effect, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing
+from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing, worker_pids
 from shmloader.worker.dataset_setup import setup_methods_of
 from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -77,23 +78,19 @@ class Loading:
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
-            if iterator.closed:
-                iterator.close("an exception interrupted it in the middle of its work")
-            else:  # the state has a base seed of its own
-                iterator.close("load_state_dict() was called, and a new iterator goes on from there")
+            loads = "load_state_dict() was called, and a new iterator goes on from there"
+            iterator.close(
+                "an exception interrupted it in the middle of its work" if iterator.closed else loads
+            )
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch()
-        warn_of_bad_samples(self.counters, loader.on_error)
+        self.counters.of(ReportCounts).warn(loader.on_error)
         self._check_epoch(loaded)
         return _delivered(loader, torchs_iter())
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
-        """The batches of an iterator for ``async for``.
-
-        Raises:
-            NotImplementedError: If torch's own iterator loads, or a subclass iterates in its own way.
-        """
+        """The batches of an iterator for ``async for``; `NotImplementedError` for one that is not ours."""
         if isinstance(iterator, (SlotIterator, InProcessIterator)):
             return aiter(iterator)
         loader = self.loader()
@@ -113,11 +110,7 @@ class Loading:
             )
 
     def make_iterator(self) -> SlotIterator | InProcessIterator | None:
-        """An iterator over a loader; None, with a warning, if torch's own has to be used.
-
-        Raises:
-            LoaderClosed: If the loader is closed while its workers are being started.
-        """
+        """An iterator over a loader; None, with a warning, if torch's own has to be used."""
         self.owners, loader = None, self.loader()
         if _must_load_as_torch(loader):
             self.counters.note_torchs_way()
@@ -126,8 +119,9 @@ class Loading:
         if loader.num_workers:
             loader.check_worker_number_rationality()
             self.processor_before = self.processor_before or processor_use()
-            if loader.prefetch_factor > 0:  # others the iterator refuses, in torch's words
-                self.auto = auto_for(loader, self.auto)
+            counts = loader.num_workers, loader.prefetch_factor
+            is_auto = any(isinstance(count, AutoCount) for count in counts) and loader.prefetch_factor > 0
+            self.auto = auto_for(loader, self.auto) if is_auto else None
         settings = Settings.of(loader)
         if loaded is None and not self.states.begun:
             _warn_of_another(loader)
@@ -162,7 +156,7 @@ class Loading:
             iterator.close("loader.close() was called")
         drop_iterator(loader)  # torch's own ends its workers when it dies
         if warn:
-            warn_of_bad_samples(self.counters, loader.on_error)
+            self.counters.of(ReportCounts).warn(loader.on_error)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
@@ -206,16 +200,12 @@ class Loading:
     def state_dict(self, taken: int | None = None) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
         loader = self.loader()
-        if _LOADED not in vars(loader) and (counted := self.states.counted(taken)) is not None:
-            return counted
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
         return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
 
     def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
         """The items of a look-ahead, followed by the loader's state: see `DataLoader.follow`."""
-        from shmloader.resume.following import Followed
-
         return Followed(self.states.readers, batches, self.explain_reader)
 
     def explain_reader(self) -> None:
@@ -258,7 +248,7 @@ class Loading:
         places = [place for iterator in iterators for place in list(iterator.table.places)]
         return LoaderStatistics(
             **figures(places),
-            oldest_leases=tuple(text for iterator in iterators for text in iterator.oldest_leases()),
+            oldest_leases=tuple(text for iterator in iterators for text in iterator.table.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
             **self._processor_figures(),
             **self.counters.figures(),
@@ -273,7 +263,7 @@ class Loading:
 
     def pids(self) -> list[int | None]:
         """The ids of its live iterators' worker processes."""
-        return [pid for iterator in self.live() for pid in iterator.pids]
+        return [pid for iterator in self.live() for pid in worker_pids(iterator)]
 
     def profile(self, every_s: float, tell: Callable[[Any], object] | None) -> Profile:
         """A profile of the epochs that begin while it is entered."""
@@ -292,11 +282,7 @@ def _why_as_torch(dataset: object, num_workers: int) -> str:
 
 
 def _must_load_as_torch(loader: Any) -> bool:
-    """Whether a loader has to leave its batches to torch's own iterator; warns once of what is lost by it.
-
-    Raises:
-        NotImplementedError: For a loader with ``shard="auto"``: its batches would differ.
-    """
+    """Whether torch's own iterator has to load, and may; warns once of what is lost by it."""
     why = _why_as_torch(loader.dataset, loader.num_workers)
     if not why:
         return False

@@ -27,31 +27,20 @@ Seeds = tuple[int, int]
 
 
 class Begin(NamedTuple):
-    """The beginning of the epoch in progress, or of that of a loaded state.
+    """The beginning of the epoch in progress, or of that of a loaded state."""
 
-    Attributes:
-        epoch: The sampler's, or None.
-        state: Of the sampler, if it divides a global order; None for the epoch's first batch.
-        is_loaded: Whether the loader has not continued from the state yet.
-    """
-
-    epoch: int | None
-    state: Mapping[str, Any] | None
-    is_loaded: bool
+    epoch: int | None  # the sampler's, if it has one
+    state: Mapping[str, Any] | None  # of a sampler that divides a global order; None for the first batch
+    is_loaded: bool  # whether the loader has not continued from the state yet
 
 
 def batch_of(
     settings: Settings, epoch: int, number: int, seeds: Seeds | None, told: int | None, begin: Begin
 ) -> Any:
-    """A loader's batch of a number in an epoch; see `DataLoader.batch`.
+    """A loader's batch of a number in an epoch: see `DataLoader.batch`.
 
-    Args:
-        settings: The loader's.
-        epoch: As the program passes it to ``set_epoch()``.
-        number: From 0 on, on this rank.
-        seeds: Of the epoch, or None if they are not known.
-        told: The epoch that the dataset was told last, or None.
-        begin: Where the epoch in progress was begun.
+    ``seeds`` are the epoch's, or None if they are not known; ``told`` is the epoch that the dataset was told
+    last, or None.
     """
     if settings.is_iterable:
         raise ResumeError(

@@ -59,12 +59,7 @@ class AutoCount(int):
 
 
 def number_or_auto(name: str, argument: Any, start: int) -> Any:
-    """An argument, with an `AutoCount` of ``start`` in place of ``"auto"``; torch checks what is no number.
-
-    Raises:
-        TypeError: For a number that is not whole.
-        ValueError: For another string.
-    """
+    """An argument, or an `AutoCount` of ``start`` for ``"auto"``; torch checks what is no number."""
     if not isinstance(argument, str):
         if isinstance(argument, numbers.Real):
             _whole(name, argument, _COUNTS[name], 2)
@@ -121,11 +116,7 @@ class Settings:
 
     @classmethod
     def of(cls, loader: Any) -> Self:
-        """The settings of a loader's attributes as they are now.
-
-        Raises:
-            TypeError: If there is a number of workers or of batches in advance that is not whole.
-        """
+        """The settings of a loader's attributes now; `TypeError` for counts that are not whole."""
         read = {name: getattr(loader, name) for name in _TORCHS}
         for name, default in OWN_DEFAULTS.items():  # a subclass may have attributes of these names
             read[name] = option_in_effect(name, getattr(loader, name, default))
@@ -220,11 +211,7 @@ def options_asked_for(loader: Any) -> list[str]:
 
 
 def set_device(loader: Any, device: torch.device | str | int | None) -> None:
-    """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own.
-
-    Raises:
-        ValueError: If torch has no such device.
-    """
+    """Keep the argument ``device`` for `Settings`, and as an attribute unless a subclass has its own."""
     try:
         device = None if device is None else torch.device(device)
     except RuntimeError as error:
@@ -239,12 +226,7 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
 def check_torchs(
     batch_size: Any, num_workers: Any, prefetch_factor: Any, timeout: Any, generator: Any
 ) -> None:
-    """Check those arguments of torch's that it takes, or refuses without their names.
-
-    Raises:
-        TypeError: For a wrong type.
-        ValueError: For ``prefetch_factor=0``, and a ``batch_size`` that is a text, as torch raises.
-    """
+    """Check those arguments of torch's that it takes, or refuses without their names."""
     if isinstance(batch_size, str):
         raise ValueError(  # noqa: TRY004 - as torch's
             f"batch_size should be a positive integer value, but got batch_size={batch_size!r}: pass an int, "
@@ -287,11 +269,7 @@ def check_arguments(
 
 
 def check_workers(options: Any, dataset: object, context: object) -> None:
-    """Refuse arguments that worker threads do not support, and ``multiprocessing`` contexts that use threads.
-
-    Raises:
-        ValueError: With the argument, the reason, and what to pass instead.
-    """
+    """Refuse what worker threads do not support, and ``multiprocessing`` contexts that use threads."""
     kind, why = threads_of(context), ""
     if options.worker_type != THREAD:
         if kind is not None:
@@ -397,11 +375,7 @@ def _check_whole(name: str, value: Any) -> None:
 
 
 def _whole(name: str, value: Any, wanted: str, such_as: object) -> int:
-    """A number as a plain int.
-
-    Raises:
-        TypeError: If it is not a whole number, or is a truth value where that is an option of the loader's.
-    """
+    """A number as a plain int; `TypeError` if it is not whole, or a truth value for the loader's own."""
     try:
         if isinstance(value, bool) and name in _WHOLE:
             raise TypeError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypeVar
@@ -259,22 +260,12 @@ class Counters:
     """
 
     batches: int = 0
-    failures: int = 0
-    spills: int = 0
-    spilled_nbytes: int = 0
-    detached: int = 0
-    pin_copies: int = 0
-    worker_restarts: int = 0
-    workers_renewed: int = 0
-    tasks_ahead: int = 0
-    epochs_prefetched: int = 0
-    epochs_in_vain: int = 0
+    rare: Counter[str] = field(default_factory=Counter)  # counts that few batches have, by their names
     largest_batch_nbytes: int = 0
     wait_for_workers_ns: int = 0
     wait_for_first_batches_ns: int = 0
     wait_for_starts_ns: int = 0
     in_process_ns: int = 0
-    wait_for_device_ns: int = 0
     workers_wait_for_slots_ns: int = 0
     workers_made_ns: int = 0
     num_workers: int = 0
@@ -292,9 +283,7 @@ class Counters:
     def begin_epoch(self, num_workers: int = 0, *, starts: bool = False) -> None:
         """Count the time in the loop from now on; time outside of epochs does not count.
 
-        Args:
-            num_workers: Workers now.
-            starts: Whether workers were started for this epoch.
+        There are ``num_workers`` now; with ``starts`` they were started for this epoch.
         """
         self.earlier_ns = self.iterating_ns
         self.began_ns = self.last_next_ns = time.perf_counter_ns()
@@ -317,7 +306,7 @@ class Counters:
 
     def add(self, name: _Rare, count: int = 1) -> None:
         """Add to a count that few batches have."""
-        setattr(self, name, getattr(self, name) + count)
+        self.rare[name] += count
 
     def note_answer(self, wait_ns: int, made_ns: int) -> None:
         """Count the times of a worker: waiting for a task, and making its batch."""
@@ -349,10 +338,7 @@ class Counters:
         return not before
 
     def note_first_batch(self, made_ns: int) -> None:
-        """Count the wait for the first batch of an epoch, or for one left out before it.
-
-        Its worker made it in ``made_ns``.
-        """
+        """Count the wait for an epoch's first batch, or one left out before; it took ``made_ns`` to make."""
         waited_ns = self.wait_for_workers_ns - self.waited_before_ns
         self.waited_before_ns = self.wait_for_workers_ns
         self.wait_for_first_batches_ns += waited_ns
@@ -366,7 +352,7 @@ class Counters:
 
     def figures(self) -> dict[str, Any]:
         """The fields of `LoaderStatistics` that are counted, all owners' together."""
-        found: dict[str, Any] = {"iterating_ns": self.iterating_ns, **vars(self)}
+        found: dict[str, Any] = {"iterating_ns": self.iterating_ns, **vars(self), **self.rare}
         for counts in self._owned.values():
             found |= vars(counts)
         for name in [name for name in found if name.endswith("_ns")]:

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -170,56 +170,16 @@ collate_fn_map: dict[Any, Callable[..., Any]] = _find(_COLLATE, "default_collate
 
 collate_tensor_fn = _find(_COLLATE, "collate_tensor_fn")
 
-SAME_AS_TORCHS: list[Any] = []
-"""Functions of `shmloader.worker.collate` that join samples as torch's own do, and may stand in its map."""
 
-_pristine: dict[Any, Any] | None = None  # the map as it was when it was last found pristine
-_KNOWN_KEYS = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
-_JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, bytes, dict, list, tuple)
-"""Types of samples and of their parts that shmloader joins without torch's functions."""
-
-
-def collate_map_is_pristine() -> bool:
-    """Whether ``default_collate`` joins samples of the types that shmloader knows as torch 2.13 does.
-
-    The program may change the map at any time. An entry for a further type does not count, unless it would be
-    used for one of these types.
-    """
-    global _pristine  # noqa: PLW0603 - there is one map
-    if collate_fn_map == _pristine:
-        return True
-    if not collate_fn_map.keys() >= _KNOWN_KEYS:
-        return False
-    pristine = all(
-        _is_torchs(function) or function in SAME_AS_TORCHS
-        if key in _KNOWN_KEYS
-        else not _is_of_known_type(key, by_torch=_is_torchs(function))
-        for key, function in collate_fn_map.items()
-    )
-    _pristine = dict(collate_fn_map) if pristine else None
-    return pristine
-
-
-def _is_torchs(function: object) -> bool:
+def is_torchs_collation(function: object) -> bool:
+    """Whether a function is one of torch's module for collation."""
     # Not by __module__, which functools.wraps copies to a function that a program puts in its place.
     return getattr(function, "__globals__", {}).get("__name__") == _COLLATE
 
 
-def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
-    """Whether a further key of torch's map is for a type that shmloader joins itself."""
-    kinds = key if isinstance(key, tuple) else (key,)
-    also = () if by_torch else (np.generic, tuple, list, Mapping)  # stores have records of such classes
-    try:
-        return any(
-            issubclass(kind, also) or any(issubclass(known, kind) for known in _JOINED_HERE) for kind in kinds
-        )
-    except TypeError:  # not a class
-        return True
-
-
 def _check_collation() -> None:
     """Note whether torch's functions give other dtypes than they did in torch 2.13."""
-    if not collate_fn_map or not all(map(_is_torchs, collate_fn_map.values())):
+    if not collate_fn_map or not all(map(is_torchs_collation, collate_fn_map.values())):
         return
     samples = [torch.zeros(1, dtype=torch.int8), np.zeros(3, np.int16), 0.5, 1]
     expected = [torch.int8, torch.int16, torch.float64, torch.int64]
@@ -278,11 +238,7 @@ def before_compiling(call: Callable[[], None]) -> None:
 
 
 def move_to_private_memory(storage: Any) -> Any:
-    """Move a storage, which may lie in a slot, to memory that torch can resize; its tensors move with it.
-
-    Returns:
-        A storage that owns the former memory; None if this torch cannot move it.
-    """
+    """Move a storage to memory that torch can resize; returns one of its former memory, or None."""
     private = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage)
     try:
         storage._swap_data_ptr_(private)

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import random
 import re
 import signal
 import threading
@@ -54,15 +55,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
     if LONG:
         return
-    out = [
+    rest = [
         item
         for item in items
-        if item.path not in named
-        and (os.path.relpath(item.path, here) in LONG_FILES or item.get_closest_marker("long"))
+        if item.path in named
+        or not (os.path.relpath(item.path, here) in LONG_FILES or item.get_closest_marker("long"))
     ]
-    if out:
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+    products: dict[str, list[pytest.Function]] = {}
+    for item in rest:
+        if item.path not in named and item.get_closest_marker("each_value"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {item for name, product in products.items() for item in product} - {
+        item for name, product in products.items() for item in _with_each_value(product, name)
+    }
+    kept = [item for item in rest if item not in left_out]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+        items[:] = kept
+
+
+def _with_each_value(product: list[pytest.Function], seed: str) -> Iterator[pytest.Function]:
+    """So few of a test's combinations that each value of each parameter is in one; always the same."""
+    values = {item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in product}
+    left = set().union(*values.values())
+    random.Random(seed).shuffle(product)
+    while left:
+        best = max(product, key=lambda item: len(values[item] & left))
+        left -= values[best]
+        yield best
 
 
 def pytest_collection_finish() -> None:
@@ -71,8 +91,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Seconds that a process, thread or descriptor may take to go away after its test.
-GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "5"))
+# Seconds that a process, thread or descriptor may take to go away after its test, also on a loaded machine.
+GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "20"))
 
 SHM_DIR = Path("/dev/shm")
 TORCH_NAME = re.compile(r"torch_(\d+)_")  # how torch names a shared file, with its maker's pid
@@ -125,14 +145,14 @@ class Snapshot:
     """Everything that this process holds at one moment.
 
     Attributes:
-        processes: Children, their descendants and marked orphans, by pid and creation time.
+        pids: All processes of the machine.
         descriptors: Target of each open descriptor: path or kind, device and inode.
         shm_entries: The names in /dev/shm.
         shm_mappings: Mapped shared memory, by path and inode: it outlives descriptor and name.
         threads: The live threads, as objects, since idents are used again.
     """
 
-    processes: frozenset[psutil.Process]
+    pids: frozenset[int]
     descriptors: dict[int, tuple[str, int, int]]
     shm_entries: frozenset[str]
     shm_mappings: frozenset[tuple[str, int]]
@@ -141,7 +161,7 @@ class Snapshot:
     @classmethod
     def take(cls) -> "Snapshot":
         return cls(
-            processes=_processes(),
+            pids=_pids(),
             descriptors=_descriptors(),
             shm_entries=_shm_entries(),
             shm_mappings=_shm_mappings(),
@@ -149,28 +169,33 @@ class Snapshot:
         )
 
 
-def _processes() -> frozenset[psutil.Process]:
+def _pids() -> frozenset[int]:
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def _processes(known: frozenset[int] = frozenset()) -> frozenset[psutil.Process]:
+    """Our descendants and marked orphans, except `known` pids: the guard looks at new ones only."""
     me = os.getpid()
-    origins = _origins()
-    family = {me}
-    while more := {pid for pid, (parent, _) in origins.items() if parent in family} - family:
-        family |= more
-    began = origins[me][1]  # an older process was not started from here
-    orphans = {pid for pid in origins.keys() - family if origins[pid][1] >= began and _is_marked(pid)}
-    found = [process for pid in (family | orphans) - {me} if (process := _process(pid))]
+    began = _origin(me)[1]  # an older process was not started from here
+    pids = _pids() - known - {me}
+    ours = {pid for pid in pids if _descends(pid, me) or (_origin(pid)[1] >= began and _is_marked(pid))}
+    found = [process for pid in ours if (process := _process(pid))]
     return frozenset(process for process in found if not _is_interpreters_own(process, me))
 
 
-def _origins() -> dict[int, tuple[int, int]]:
-    """Each process's parent and start time. It runs twice in every test, in a third of psutil's time."""
-    origins = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # pid (name) state parent ... start, the 22nd field: the name may have blanks and brackets
-                fields = file.read().rpartition(b")")[2].split(maxsplit=20)
-                origins[int(name)] = int(fields[1]), int(fields[19])
-    return origins
+def _origin(pid: int) -> tuple[int, int]:
+    """A process's parent and start time, in a third of psutil's time; zeros if it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        # pid (name) state parent ... start, the 22nd field: the name may have blanks and brackets
+        fields = file.read().rpartition(b")")[2].split(maxsplit=20)
+        return int(fields[1]), int(fields[19])
+    return 0, 0
+
+
+def _descends(pid: int, ancestor: int) -> bool:
+    while pid and pid != ancestor:
+        pid = _origin(pid)[0]
+    return pid == ancestor
 
 
 def _process(pid: int) -> psutil.Process | None:
@@ -264,7 +289,7 @@ def find_leaks(before: Snapshot, now: Snapshot, new_entries: frozenset[str]) -> 
         new_entries: The /dev/shm entries that may be the test's: those that exist at its end. Later ones are
             another program's.
     """
-    leaks = [f"process {_describe(process)}" for process in now.processes - before.processes]
+    leaks = [f"process {_describe(process)}" for process in _processes(before.pids)]
     leaks += [
         f"thread {thread.name!r} ({type(thread).__name__})"
         for thread in now.threads - before.threads
@@ -309,7 +334,7 @@ def wait_for_no_leaks(before: Snapshot) -> tuple[list[str], Snapshot]:
 
 def _kill_leaked(before: Snapshot) -> None:
     """End the processes that a test left, so that they cannot disturb later tests."""
-    leaked = _processes() - before.processes
+    leaked = _processes(before.pids)
     for process in leaked:
         try:
             process.kill()

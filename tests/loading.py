@@ -1,5 +1,6 @@
 """Datasets and collate functions that workers under every start method can import."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -60,12 +61,32 @@ class Ends(Numbered):
 
 
 class DiesWithHeir(Numbered):
-    """The worker starts a process that holds all its descriptors, and is killed."""
+    """The worker starts a process that holds all its descriptors, and is killed.
+
+    Attributes:
+        heir: The pid of that process, for the test to end it.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.heir = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 5:
-            subprocess.Popen(["sleep", "3"], close_fds=False)
+            self.heir.fill_(subprocess.Popen(["sleep", "600"], close_fds=False).pid)
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Held(Numbered):
+    """No sample comes before ``released`` is set; for forked workers and threads."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.released = multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.released.wait()
         return super().__getitem__(index)
 
 

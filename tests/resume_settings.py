@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint
 from hypothesis import strategies as st
 
 from shmloader import DataLoader
@@ -80,6 +79,8 @@ def by_torch(state: State, make: Make | None = None) -> State:
 
 def by_distributed_checkpoint(state: State, make: Make) -> State:
     """Loads only the keys that a new loader's own state has."""
+    import torch.distributed.checkpoint  # takes a second, and few tests need it
+
     found = {"loader": make().state_dict()}
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.checkpoint.save({"loader": state}, checkpoint_id=folder)

@@ -75,10 +75,7 @@ def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:
 
 
 def structure_of(header: bytes) -> Callable[[list[Any]], Any] | None:
-    """A function that makes a batch from its leaves, by its header or the pickled structure alone.
-
-    None if the batch consists of more than leaves, built-in containers and constants.
-    """
+    """A function that makes a batch of its leaves; None if it has more than these, containers, constants."""
     probes: list[object] = []
     try:
         batch = _WithoutCalls(io.BytesIO(header), buffers=_new_objects(probes)).load()

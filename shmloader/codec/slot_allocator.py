@@ -150,10 +150,7 @@ class SlotAllocator:
         return torch.from_numpy(array) if DTYPES[code].native else wrap_tensor(array, dtype)
 
     def output(self, items: int, shape: tuple[int, ...], dtype: _Dtype) -> Output | None:
-        """Allocate a leaf of shape ``(items, *shape)`` in the slot; None if it does not fit there.
-
-        The class says when. A dtype of NumPy means the one that ``torch.from_numpy`` gives.
-        """
+        """Allocate a leaf ``(items, *shape)`` in the slot, or None; NumPy dtypes are ``from_numpy``'s."""
         here = self._here
         if here is None:
             return None

@@ -27,6 +27,10 @@ class Held:
     event: Event | None
     kept: object
 
+    def record(self, driver: CudaDriver, stream: int, device: int) -> None:
+        """Have the event after the copies that are queued on a stream now."""
+        self.event = driver.record(stream, device)
+
     def end(self) -> None:
         """Let go of both."""
         self.event = self.kept = None
@@ -91,12 +95,9 @@ class DeviceGuard(Guard):
         return held
 
     def record_end(self, held: Held, stream: int, device: int) -> None:
-        """Let go of it when the copies that are queued on a stream now are done.
-
-        Raises `DriverError` if their end cannot be known. Then all that waits for it is kept.
-        """
+        """Let go of it when the copies queued on a stream now are done; a `DriverError` keeps it all."""
         try:
-            held.event = self.driver.record(stream, device)
+            held.record(self.driver, stream, device)
         except DriverError:
             self._failed = True
             raise

@@ -23,18 +23,18 @@ class Registration:
 
     def __init__(self, driver: CudaDriver, extent: Extent) -> None:
         self._driver = driver
-        self._owner = owner = extent.buffer.owner
+        self._owner = owner = extent.owner
         self._pid = os.getpid()
         # Before the call, which an interrupt may end after it has registered the memory.
         self.address: int | None = extent.address  # while it is registered
         _registered[extent.address] = extent.nbytes
-        extent.buffer.owner = self
+        extent.give_to(self)
         try:
             driver.register(extent.address, extent.nbytes)
         except DriverError:
             self.address = None
             del _registered[extent.address]
-            extent.buffer.owner = owner
+            extent.give_to(owner)
             raise
 
     def release(self, *, synchronize: bool) -> None:
@@ -105,7 +105,7 @@ def pin(driver: CudaDriver, extent: Extent) -> str | None:
             Registration(driver, extent)
         except DriverError as error:
             if error.code == ALREADY_REGISTERED:
-                _foreign.append(extent.buffer.owner)
+                _foreign.append(extent.owner)
                 return None
             soft, hard = locked_memory_limits()
             reason = (
@@ -126,13 +126,13 @@ def pin(driver: CudaDriver, extent: Extent) -> str | None:
 
 def unpin(extent: Extent) -> None:
     """Undo `pin` of a mapping that nothing reads."""
-    if isinstance(extent.buffer.owner, Registration):
-        extent.buffer.owner.release(synchronize=False)
+    if isinstance(extent.owner, Registration):
+        extent.owner.release(synchronize=False)
 
 
 def is_pinned(extent: Extent) -> bool:
     """Whether a mapping is page-locked by `pin`."""
-    return isinstance(extent.buffer.owner, Registration) and extent.buffer.owner.address is not None
+    return isinstance(extent.owner, Registration) and extent.owner.address is not None
 
 
 def pinned_nbytes() -> int:

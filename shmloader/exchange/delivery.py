@@ -14,15 +14,12 @@ import torch
 
 from shmloader import torch_private
 from shmloader.device import DeviceBatches, DeviceGuard, pinned, to_device
-from shmloader.device.driver import CudaDriver, is_capturing, open_driver
+from shmloader.device.driver import CudaDriver, DriverError, is_capturing, open_driver
 from shmloader.device.moving import capture_error, is_plain, numbered
-from shmloader.device.trial import why_unusable
 from shmloader.errors import LoaderError, warn_once
 from shmloader.exchange.exchange import Exchange
 from shmloader.slots import ByteArray, Place, PlaceState
 from shmloader.wire.records import REPORTED, SPILLED
-
-_tried: dict[int, str] = {}
 
 
 class Delivery:
@@ -127,13 +124,13 @@ class Delivery:
 
 
 def _driver_for(device: torch.device | None) -> CudaDriver | str:
-    """The driver for a device, or the reason why it cannot be used. Each is tried once, while it is idle."""
+    """The driver for a device, or the reason why it cannot be used."""
     driver = open_driver()
-    if isinstance(driver, str):
+    if isinstance(driver, str) or driver.captures_open():  # which an event would end
         return driver
     number = driver.home() if device is None else device.index
-    if number not in _tried and not driver.captures_open():  # a capture would forbid it
-        why = why_unusable(driver, number)
-        if why is not None:
-            _tried[number] = why
-    return _tried.get(number) or driver
+    try:
+        driver.recycle(driver.record_all(number))
+    except DriverError as error:
+        return driver if error.is_of_capture else f"no event can be recorded on device {number} ({error})"
+    return driver

@@ -148,10 +148,7 @@ class Exchange:
         table.trim()
 
     def welcome(self, worker: Worker) -> None:
-        """Ask a worker that was added in the middle of an epoch to report when it is ready: see `joining`.
-
-        It was started with the settings of this epoch.
-        """
+        """Ask a worker that was added in this epoch to report when it is ready: see `joining`."""
         self.table.add_worker()
         self.joining.add(worker.worker_id)
         worker.send(pack_begin_epoch(self.table.epoch, 0, 0, b""))
@@ -185,11 +182,8 @@ class Exchange:
         """
         lifecycle = self.lifecycle
         if self._unsent:
-            try:
+            with lifecycle.expects(SharedMemoryExhausted):
                 self._send_unsent()
-            except SharedMemoryExhausted as error:
-                lifecycle.expect(error)
-                raise
         if waits:
             began_ns = time.perf_counter_ns()
             before, lifecycle.phase = lifecycle.phase, WAITING

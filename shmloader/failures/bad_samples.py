@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from shmloader.errors import BadSampleWarning, LoaderError, NoGoodSample, warn
 from shmloader.failures.exceptions import text_of
 from shmloader.messages import shorten, shown
-from shmloader.statistics import BadSample, Counters, PlacedSite
+from shmloader.statistics import BadSample, PlacedSite
 
 RAISE, SKIP, REPLACE = "raise", "skip", "replace"
 """Values of ``on_error``."""
@@ -60,11 +60,7 @@ class ReportCounts:
     _warned: bool = False
 
     def take(self, report: Report, batches: int) -> Any:
-        """Count what a report tells; returns its batch, or ``LEFT_OUT``. Before it came so many batches.
-
-        Raises:
-            NoGoodSample: If this is the ``MOST_IN_A_ROW``-th batch in a row that is left out.
-        """
+        """Count what a report tells, behind so many batches; returns its batch, or ``LEFT_OUT``."""
         bad: list[BadSample] = pickle.loads(report.bad_samples) if report.bad_samples else []
         self.bad_samples += len(bad)
         self.bad_sample_list += tuple(bad[: _MOST_LISTED - len(self.bad_sample_list)])
@@ -84,7 +80,10 @@ class ReportCounts:
         return report.batch
 
     def warn(self, on_error: str) -> None:
-        """Sum the bad samples up in one `BadSampleWarning`, once per loader."""
+        """Sum the bad samples up in one `BadSampleWarning`, once per loader.
+
+        Call it last: the program's filters may make the warning an error.
+        """
         if self._warned or not self.bad_samples:
             return
         self._warned = True
@@ -98,11 +97,6 @@ class ReportCounts:
             "ones, which are not warned of again. on_error='raise' stops at the first.",
             BadSampleWarning,
         )
-
-
-def warn_of_bad_samples(counters: Counters, on_error: str) -> None:
-    """Warn of a loader's bad samples; call it last: the program's filters may make the warning an error."""
-    counters.of(ReportCounts).warn(on_error)
 
 
 def is_a_samples_fault(error: Exception) -> bool:

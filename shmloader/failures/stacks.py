@@ -69,9 +69,7 @@ class StackFile:
 
     def close(self) -> None:
         """Close this process's descriptor of the file."""
-        descriptor, self.descriptor = self.descriptor, Descriptor(-1)
-        if descriptor.fd >= 0:
-            os.close(descriptor.fd)
+        self.descriptor.close()
 
 
 def answers(pid: int) -> bool:

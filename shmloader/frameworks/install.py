@@ -156,9 +156,8 @@ def _patch() -> None:
     _patches.replace(_TORCHS, torchs_check.__name__, check_worker_number_rationality)
     _patches.replace(_TORCHS, "__iter__", __iter__)
     _patches.replace(_TORCHS, GET_ITERATOR, get_iterator)
-    _patches.replace(_TORCHS, "statistics", DataLoader.statistics)
-    _patches.replace(_TORCHS, "profile", DataLoader.profile)
-    _patches.replace(_TORCHS, "close", DataLoader.close)
+    for name in ("statistics", "profile", "close"):
+        _patches.replace(_TORCHS, name, vars(DataLoader)[name])
     flag = PreparedFlag(lambda _: patch_accelerate(_patches))  # which may have been imported meanwhile
     for kind in (_TORCHS, DataLoader):
         _patches.replace(kind, "_is_accelerate_prepared", flag)

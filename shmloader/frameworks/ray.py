@@ -16,7 +16,7 @@ from shmloader.errors import warn_once
 from shmloader.frameworks.patches import Patches
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
-from shmloader.resume.following import Reading
+from shmloader.resume.readers import Reading
 from shmloader.settings import OWN_DEFAULTS, Settings
 
 _WRAPPERS = "ray.train.torch.train_loop_utils"
@@ -66,12 +66,7 @@ def _prepare(prepare: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _build(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build a loader with the class and the options of the one that Ray prepares; torch's as Ray does.
-
-    Raises:
-        ValueError: For a batch sampler of the program's own, which Ray leaves out: it would load sample by
-            sample.
-    """
+    """Build a loader with the class and the options of the one that Ray prepares; torch's as Ray does."""
     original = _original.get()
     if not isinstance(original, DataLoader):
         return _TORCHS(dataset, *args, **kwargs)
@@ -90,23 +85,13 @@ def _iter(iterate: Any, wrapper: Any) -> Any:
     reading = Reading(loading_of(vars(wrapper)[_INSIDE]).states.readers, wrapper, lambda: None)
     vars(wrapper)[_READING] = reading
     result = iterate(wrapper)
-    reading.begin()
+    reading.find_epoch()
     return result
 
 
 def _next(following: Any, wrapper: Any) -> Any:
     reading: Reading | None = vars(wrapper).get(_READING)  # None if it has begun before install()
-    if reading is not None:
-        reading.ask()
-    try:
-        batch = following(wrapper)
-    except StopIteration:
-        if reading is not None:
-            reading.end()
-        raise
-    if reading is not None:
-        reading.take()
-    return batch
+    return following(wrapper) if reading is None else reading.next(lambda: following(wrapper))
 
 
 class _OfInside:

@@ -39,10 +39,7 @@ def warn_of_one_rank(loader: Any, state: Mapping[str, Any], framework: str) -> N
 
 
 def state_dict(loader: Any, *, taken: int | None = None) -> dict[str, Any]:
-    """The program's place in the epoch; see `DataLoader.state_dict`.
-
-    The state is empty if the place is unknown, and a warning says so.
-    """
+    """The program's place in the epoch, as `DataLoader.state_dict`; empty, with a warning, if unknown."""
     try:
         own_iterator = getattr(type(loader), GET_ITERATOR) is not getattr(_TORCHS, GET_ITERATOR)
         if own_iterator or threads_of(loader.multiprocessing_context) is not None:

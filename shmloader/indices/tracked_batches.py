@@ -78,13 +78,11 @@ class TrackedBatches(Iterator[Any]):
     def follow(
         self, taken: Callable[[], int], reads_each: Callable[[], bool] = lambda: False, looks: int = 0
     ) -> None:
-        """Follow the program.
+        """Follow the program, which has had ``taken()`` batches; of earlier ones only checksums are kept.
 
-        Args:
-            taken: Returns how many batches it has had; of earlier ones only checksums are kept.
-            reads_each: Returns whether to read the sampler's state after each batch; else before and after
-                the first one: with that, some samplers draw a seed.
-            looks: First batches that are checked in an epoch that is not resumed; `checksum` then warns.
+        The sampler's state is read after each batch if ``reads_each()``, else before and after the first one:
+        with that, some samplers draw a seed. In an epoch that is not resumed the first ``looks`` batches are
+        checked, of which `checksum` then warns.
         """
         self._taken, self._reads_each, self._looks = taken, reads_each, looks
 
@@ -141,9 +139,6 @@ class TrackedBatches(Iterator[Any]):
         for the batch, from a global generator, say. If the batch may be the epoch's last, it is the state
         before it: with the one after it the sampler may have begun anew. If later batches came early to an
         earlier program and are not drawn again yet, it is the state after the last that is drawn.
-
-        Raises:
-            ResumeError: If the sampler's state could not be taken.
         """
         wanted = taken if taken < max(self._drawn, self._length) else max(taken - 1, 0)
         if wanted not in self._after:  # the epoch was resumed after this batch, so there was another
@@ -170,11 +165,7 @@ class TrackedBatches(Iterator[Any]):
 
 
 def state_of(sampler: Any, before: Any = None) -> Any:
-    """A copy of a sampler's own state; it shares what has not changed with a copy from before.
-
-    Raises:
-        ResumeError: If it cannot be had.
-    """
+    """A copy of a sampler's state, which shares what has not changed with ``before``; or a `ResumeError`."""
     try:
         return _copy(sampler.state_dict(), before)
     except Exception as error:

@@ -153,11 +153,7 @@ def _cgroup_headroom(folder: Path) -> Headroom | None:
 
 
 def oom_kills() -> int | None:
-    """The number of processes in this process's memory cgroup that the kernel has killed for lack of memory.
-
-    It counts victims of the limit of the cgroup, of one around it, and of the machine. If no cgroup counts
-    them, the number is the whole machine's.
-    """
+    """Processes of this memory cgroup, else of the machine, that the kernel has killed for memory."""
     names = ("memory.events", "memory.oom_control")
     paths = [*(folder / name for folder in _cgroups("memory") for name in names), Path("/proc/vmstat")]
     counts = (_fields(path).get("oom_kill") for path in paths)

@@ -133,12 +133,19 @@ class Extent:
     def __init__(self, nbytes: int, flags: int, fd: int, offset: int = 0) -> None:
         owner, self.address = map_file(nbytes, flags, fd, offset)
         self.nbytes = nbytes  # whole pages
-        buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
-        buffer.owner = owner  # every view leads to this array in the end
-        # Writable. The death of its ``owner`` unmaps the memory; an object that keeps that one alive may take
-        # its place.
-        self.buffer = buffer
-        self.view = memoryview(buffer).cast("B")
+        # Writable; every view leads to this array in the end.
+        self.buffer: Any = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        self.give_to(owner)
+        self.view = memoryview(self.buffer).cast("B")
+
+    @property
+    def owner(self) -> Any:
+        """The object whose death unmaps the memory, or one that keeps it alive."""
+        return self.buffer.owner
+
+    def give_to(self, owner: object) -> None:
+        """Have an object that keeps the owner alive take its place."""
+        self.buffer.owner = owner
 
     def detach(self) -> None:
         """Turn this mapping, in place, into private memory with the same contents.
@@ -185,10 +192,7 @@ def map_file(
     The death of the owner unmaps it, and so does its ``close()``. ``flags`` are ``MAP_SHARED``, or
     ``MAP_PRIVATE`` with or without `MAP_NORESERVE`. From `HUGE_NBYTES` on the address is a multiple of that,
     unless there is too little address space.
-
-    Raises:
-        SharedMemoryExhausted: If there is no address space for it.
-        LoaderError: If there is no C library to call.
+    Raises `SharedMemoryExhausted` without address space, `LoaderError` without a C library.
     """
     if libc is None:
         check_memory()

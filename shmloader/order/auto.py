@@ -115,12 +115,10 @@ class Auto:
         self.settled = is_second or at_bounds
 
 
-def auto_for(loader: Any, before: Auto | None) -> Auto | None:
-    """The `Auto` that decides for a loader, perhaps the one ``before``; None if nothing is ``"auto"``."""
+def auto_for(loader: Any, before: Auto | None) -> Auto:
+    """The `Auto` that decides for a loader with an `AutoCount`: perhaps the one ``before``."""
     workers, prefetch = loader.num_workers, loader.prefetch_factor
     given = [None if isinstance(number, AutoCount) else number for number in (workers, prefetch)]
-    if None not in given:
-        return None
     if before is None or before.given != given:
         # Most workers: one for each usable core, of this rank's share if ranks share the machine.
         found, ranks = cores(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it

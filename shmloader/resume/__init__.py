@@ -4,10 +4,3 @@ The loader owns its `States`, which outlive its iterators. An iterator begins ea
 order, and a `Progress`, which it tells how far the program has come; for an iterable-style dataset also a
 `StreamProgress`. A state needs nothing else: the main process knows the order.
 """
-
-from shmloader.resume.passes import Pass
-from shmloader.resume.progress import Progress
-from shmloader.resume.states import States
-from shmloader.resume.stream_progress import StreamProgress
-
-__all__ = ["Pass", "Progress", "States", "StreamProgress"]

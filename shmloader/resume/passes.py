@@ -31,15 +31,6 @@ class Pass:
         set_epoch: The argument of the last ``loader.set_epoch()``, or None.
         is_asked: Returns whether the program wants states.
         looks: First batches at which a sampler is checked for draws from global generators.
-
-    Attributes:
-        before: States of the generators before ``iter()``; None in mid-epoch.
-        stream: The progress of an iterable-style dataset, with the rules for its workers; or None.
-        keeps_draws: Whether draws of ``iter()`` from torch's global generator stay: not in mid-epoch, where
-            a program that was never interrupted made none. They stay if the generator is in the state that it
-            had when the epoch began, as then this ``iter()`` repeats the epoch's own.
-        global_before: State of torch's global generator before ``iter()``.
-        progress: The epoch's progress; None until it has begun.
     """
 
     def __init__(
@@ -52,11 +43,14 @@ class Pass:
     ) -> None:
         self.settings = settings
         self._loaded, self._set_epoch, self._is_asked, self._looks = loaded, set_epoch, is_asked, looks
-        self.global_before = torch.get_rng_state()
-        self.before: samplers.GeneratorStates | None = None
-        self.progress: Progress | None = None
+        self.global_before = torch.get_rng_state()  # of torch's global generator before ``iter()``
+        self.before: samplers.GeneratorStates | None = None  # before ``iter()``; None in mid-epoch
+        self.progress: Progress | None = None  # once it has begun
         self._goes_on = None if loaded is None or is_between_epochs(loaded) else loaded
-        self._repeats_iter = self.keeps_draws = True
+        self._repeats_iter = True
+        # Draws of ``iter()`` from torch's global generator stay, but not in mid-epoch, where a program that
+        # was never interrupted made none; unless this ``iter()`` repeats the epoch's own.
+        self.keeps_draws = True
         if self._goes_on is not None:
             self._repeats_iter = digest_of(self.global_before) == self._goes_on["global_generator"]
             at_first = not self._goes_on["batches"] and not self._goes_on["sampler_generator"]
@@ -65,6 +59,7 @@ class Pass:
             if loaded is not None:
                 self._set_generators(loaded)
             self.before = samplers.generator_states(settings.index_sampler, settings.generator)
+        # The progress of an iterable-style dataset, with the rules for its workers.
         self.stream = StreamProgress(settings, self._goes_on) if settings.is_iterable else None
 
     def seeds(self, drawn: int) -> tuple[int, int]:
@@ -87,13 +82,8 @@ class Pass:
     ) -> tuple[Iterator[Any], Progress]:
         """Begin the epoch: returns its index batches, from its place on, and its progress.
 
-        Args:
-            sampler_iter: Iterates over the index batches, from the epoch's beginning.
-            before: States of the generators before it draws; None if it draws only with the first batch.
-            seeds: The iterator's base seed, and the number of its epochs before this one.
-
-        Raises:
-            ResumeError: If the state cannot be resumed from.
+        ``before`` are the states of the generators before the sampler draws; None if it draws only with the
+        first batch. Raises `ResumeError` if the state cannot be resumed from.
         """
         settings, goes_on = self.settings, self._goes_on
         sampler_epoch = getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None)
@@ -159,7 +149,9 @@ class Pass:
             return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
         if loaded is not None and (mixed := samplers.mixture_sampler(index_sampler)) is not None:
             load_place(mixed, loaded)  # nothing is drawn before the first batch
-        return track(index_sampler, sampler_iter)
+        return (
+            sampler_iter if samplers.repeats_its_order(index_sampler) else track(index_sampler, sampler_iter)
+        )
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""

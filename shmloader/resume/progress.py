@@ -15,28 +15,23 @@ from shmloader.indices.samplers import GeneratorStates
 from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
 
 
-@dataclass(eq=False)
 class Follower:
-    """The progress of a reader behind a look-ahead in one epoch."""
+    """The place of a reader behind a look-ahead in one epoch."""
 
-    thread: threading.Thread = field(default_factory=threading.current_thread)  # that it began in
-    waits: bool = False  # it has asked the look-ahead for the next batch
-    count: int = 0  # batches that came out of the look-ahead
-    ended: bool = False  # no more will come
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch, in this thread."""
+        self.thread = threading.current_thread()
+        self.waits = False  # it has asked the look-ahead for the next batch
+        self.count = 0  # batches that came out of the look-ahead
+        self.ended = False  # no more will come
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether it reads, or has read, in another thread that is alive."""
         return self.thread is not threading.current_thread() and self.thread.is_alive()
-
-    def ask(self) -> None:
-        """Note that the next batch is asked for."""
-        self.waits = True
-
-    def take(self) -> None:
-        """Note that a batch came out."""
-        self.waits = False
-        self.count += 1
 
     def end(self) -> None:
         """Note that no more will come."""
@@ -154,21 +149,14 @@ class Progress:
         """Whether the program knows that the epoch is over."""
         return self.finished and all(follower.ended for follower in self.followers)
 
-    def follow(self) -> Follower:
-        """A new follower, from where the epoch began."""
-        self.followers.append(follower := Follower())
-        return follower
-
-    def leave(self, follower: Follower) -> None:
-        """Forget a follower that reads another epoch now."""
-        self.followers.remove(follower)
+    def done_when(self, taken: int | None) -> int | tuple[int, ...]:
+        """`done` after so many of the batches that were returned; None: after all, or what followers have."""
+        if taken is None and self.followers:
+            taken = self.used
+        return self.done if taken is None else self.done_after(taken)
 
     def done_after(self, count: int) -> int | tuple[int, ...]:
-        """The batches done, see `done`, when ``next()`` had returned so many since ``iter()``.
-
-        Raises:
-            ResumeError: If it has returned fewer, or out of order and too many since.
-        """
+        """`done` when ``next()`` had returned so many since ``iter()``; `ResumeError` if it is unknown."""
         returned, begun = self.returned, self._begun
         if not 0 <= count <= returned:
             raise ResumeError(

@@ -30,10 +30,7 @@ from shmloader.resume.user_states import unpack_user_state
 def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
     """Iterate over an epoch's index batches, from the place of a state in mid-epoch.
 
-    The generator is the loader's, as it was when the epoch began.
-
-    Raises:
-        ResumeError: If the sampler does not come to the same place.
+    The generator is the loader's, as it was when the epoch began. A sampler that comes elsewhere is an error.
     """
     if samplers.sampler_with_state(index_sampler) is not None:
         return batches_by_own_state(index_sampler, loaded, generator)
@@ -104,11 +101,7 @@ def set_generator(generator: torch.Generator | None, loaded: State, name: str) -
 
 
 def _draw_again(index_sampler: Any, iterator: Iterator[Any], begin: int, loaded: State) -> None:
-    """Draw batches that the program has had, from batch ``begin`` on.
-
-    Raises:
-        ResumeError: If they are others or too few, or the sampler draws from a global generator.
-    """
+    """Draw batches that the program has had, from ``begin`` on; `ResumeError` if they are not the same."""
     taken, checksum, found = loaded["batches"], loaded["sampler_checksum"], None
     if isinstance(iterator, TrackedBatches):
         iterator.follow(lambda: taken)

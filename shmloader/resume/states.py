@@ -60,57 +60,40 @@ class States:
 
     # --- making a state
 
-    def counted(self, taken: int | None = None) -> State | None:
-        """The same as `state`, if nothing but a number has changed since the last one: 1 microsecond."""
-        epoch = self.readers.shown
-        if epoch is None or epoch.checksum is None:
-            return None
-        progress = epoch.progress
-        if taken is None and progress.finished and progress.is_over:
-            return None
-        if taken is None and progress.followers:
-            taken = progress.used
-        done = progress.done if taken is None else progress.done_after(taken)
-        if type(done) is not int:
-            return None
-        state: State = epoch.constant.copy()  # type: ignore[union-attr]
-        state["batches"], state["checksum"] = done, compatibility.with_batches(epoch.checksum, done)
-        return state
-
     def state(self, read: Callable[[], Settings], loaded: State | None, taken: int | None = None) -> State:
-        """The state of a loader. Takes microseconds; longer at the first call in an epoch.
+        """The state of a loader. Takes a microsecond if only the count of batches has changed since the last.
 
-        Args:
-            read: Reads the loader's settings as they are now; in an epoch those of its beginning count.
-            loaded: The state that was loaded, or None.
-            taken: After how many of the batches that were returned since ``iter()``; None for now.
+        In an epoch the settings of its beginning count, else those that ``read`` gives. ``loaded`` is a state
+        that was loaded. ``taken`` is for the place after so many of the batches returned since ``iter()``.
 
         Raises:
             ResumeError: If two iterators are in use at once, a sampler's own state cannot be saved, or so
                 many batches were not returned.
         """
+        epoch = self.readers.shown
+        goes_on = epoch is not None and not (taken is None and epoch.progress.is_over)
+        if loaded is None and epoch is not None and epoch.checksum is not None and goes_on:
+            counted = epoch.counted(epoch.progress.done_when(taken))
+            if counted is not None:
+                return counted
         if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
         self._asked = True
-        epoch = self.readers.shown
         if taken and (loaded is not None or epoch is None):
             raise ResumeError(f"there is no state after {taken:,} batches: iter() was not called yet")
         if loaded is not None:
             return loaded.copy()
         if epoch is None:
             return self._between_epochs(read(), None)
-        progress = epoch.progress
-        if taken is None and progress.is_over:
+        if not goes_on:
             return self._between_epochs(read() if epoch.next is None else epoch.settings, epoch)
         if any(older.done != done for older, done in self._older.items()):
             raise ResumeError(
                 "two iterators over this loader are in use at once: the older one has given batches since "
                 "the newer one began, and a state would hold for one of them only. Make a loader for each."
             )
-        if taken is None and progress.followers:
-            taken = progress.used
-        return self._within(epoch, progress.done if taken is None else progress.done_after(taken))
+        return self._within(epoch, epoch.progress.done_when(taken))
 
     def _within(self, epoch: Epoch, done: int | tuple[int, ...]) -> State:
         """The state in an epoch, when so much of it was done."""
@@ -238,11 +221,7 @@ class States:
     # --- continuing from one
 
     def load(self, settings: Settings, state: Mapping[str, Any], set_epoch: Callable[[int], None]) -> State:
-        """Check a state, and call ``set_epoch`` with its number; returns what the next pass begins with.
-
-        Raises:
-            ResumeError: If it does not fit the loader.
-        """
+        """Check a state, and call ``set_epoch`` with its number; what the next pass begins with."""
         compatibility.check_fit(state, settings)
         if state["stream"]:
             rules_for(settings, dict(state))  # raises where it does not fit

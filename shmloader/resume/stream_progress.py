@@ -132,11 +132,7 @@ class StreamProgress:
             self._oldest += 1
 
     def state(self, progress: Progress, taken: int) -> State:
-        """The keys of a state after so many batches of the stream; as text, empty at its beginning.
-
-        Raises:
-            ResumeError: If the progress is unknown, or a state of the dataset cannot be saved.
-        """
+        """The keys of a state after so many batches, as text; `ResumeError` if they are not known."""
         with self._lock:
             self._count(progress)
             cursors, last = self._at(progress, taken)
@@ -178,11 +174,7 @@ class StreamProgress:
         return pack_user_state(states, name)
 
     def end_epoch(self, progress: Progress) -> None:
-        """Compare the epoch's length with that of other ranks, if lengths may differ.
-
-        Raises:
-            LoaderError: If it differs.
-        """
+        """Compare the epoch's length with other ranks', which may differ: then it is a `LoaderError`."""
         if self.rules.layout == SHARD and not self._compared:
             self._compared = True
             check_equal_ends(progress.taken, self._timeout_s)
@@ -214,11 +206,7 @@ def _makes_shards(dataset: Any, ranks: int, parts: int) -> bool:
 
 
 def rules_for(settings: Settings, loaded: State) -> StreamRules:
-    """The rules for a loader's workers to continue from a state in mid-epoch.
-
-    Raises:
-        ResumeError: If the state cannot be resumed by this loader on this rank.
-    """
+    """The rules for workers to continue from a state in mid-epoch; `ResumeError` if this loader cannot."""
     rules, stream, workers = _fresh_rules(settings), _read(loaded), max(settings.num_workers, 1)
     layout, cursors, written = stream["layout"], stream["parts"], (stream["rank"], stream["ranks"])
     rank = rules.rank if is_of_one_rank(settings, loaded) else written[0]

@@ -14,11 +14,7 @@ from shmloader.errors import ResumeError
 
 
 def pack_user_state(state: Any, owner: str) -> str:
-    """A state as text: as JSON if that restores it exactly, else as ``torch.save`` writes it.
-
-    Raises:
-        ResumeError: If it cannot be loaded again without running code that comes with it; names the owner.
-    """
+    """A state as text: JSON if that restores it, else as ``torch.save`` writes it; or a `ResumeError`."""
     with contextlib.suppress(TypeError, ValueError):
         text = json.dumps(state)
         if repr(json.loads(text)) == repr(state):  # JSON makes lists of tuples, and strings of keys

@@ -6,12 +6,12 @@ are running, and into containers and objects from there; it runs none of the pro
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
@@ -55,38 +55,19 @@ class _Seen(NamedTuple):
         return f"`{self.expression}` {self.where}"
 
 
-@dataclass
-class _Holder:
-    """A variable that keeps batches: their slots, the leaves that it leads to, and the first of them."""
-
-    first: _Seen
-    slots: set[int] = field(default_factory=set)
-    leaves: int = 0
-
-    def add(self, slot: int) -> None:
-        """Count a leaf in a slot."""
-        self.slots.add(slot)
-        self.leaves += 1
-
-    def __str__(self) -> str:
-        value = self.first.value
-        leaf = f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"  # type: ignore[attr-defined]
-        return f"{self.first} ({leaf}; {self.leaves} leaves of {len(self.slots)} batches)"
+_Leaves = list[tuple[_Seen, int]]
+"""The leaves that one variable leads to, each with the address of its slot."""
 
 
 def holders(extents: Iterable[Extent]) -> str:
     """The variables that keep the batches in the given slots, in a sentence for a warning.
 
-    Args:
-        extents: The slots whose batches the program keeps.
-
-    Returns:
-        The variables that keep most batches, each with a leaf of a batch by its expression; or, if they lead
-        to less than half of the batches, where others may be.
+    Those that keep most of them, each with a leaf of a batch by its expression; or, if they lead to less than
+    half of the batches, where others may be.
     """
     slots = {extent.address: extent.nbytes for extent in extents}
     begins = sorted(slots)
-    found: dict[tuple[str, str], _Holder] = {}
+    found: dict[tuple[str, str], _Leaves] = {}
     graph: _Seen | None = None
     for seen in _objects():
         value = seen.value
@@ -95,19 +76,27 @@ def holders(extents: Iterable[Extent]) -> str:
         address = _address(value)
         begin = begins[bisect_right(begins, address) - 1] if begins else 0
         if 0 <= address - begin < slots.get(begin, 0):
-            found.setdefault((seen.variable, seen.where), _Holder(seen)).add(begin)
-    most = sorted(found.values(), key=lambda holder: -len(holder.slots))[:_MOST_NAMED]
-    known = {begin for holder in most for begin in holder.slots}
-    if 2 * len(known) > len(slots):
-        return (
-            f"They are kept by {', '.join(str(one) for one in most if len(one.slots) > 1 or one is most[0])}."
-        )
+            found.setdefault((seen.variable, seen.where), []).append((seen, begin))
+    most = sorted(found.values(), key=lambda leaves: -len(_slots_of(leaves)))[:_MOST_NAMED]
+    if 2 * len(_slots_of([leaf for leaves in most for leaf in leaves])) > len(slots):
+        named = [leaves for leaves in most if len(_slots_of(leaves)) > 1 or leaves is most[0]]
+        return f"They are kept by {', '.join(map(_describe, named))}."
     if graph is not None:
         return (
             f"No variable leads to most of them; but {graph} has a graph, which may keep the batches that it "
             "was computed from: keep `.item()` or `.detach()` of it."
         )
     return "No variable of a running function leads to most of them: look at comprehensions and closures."
+
+
+def _slots_of(leaves: _Leaves) -> set[int]:
+    return {begin for _, begin in leaves}
+
+
+def _describe(leaves: _Leaves) -> str:
+    first, value = leaves[0][0], leaves[0][0].value
+    leaf = f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"  # type: ignore[attr-defined]
+    return f"{first} ({leaf}; {len(leaves)} leaves of {len(_slots_of(leaves))} batches)"
 
 
 def _objects() -> Iterator[_Seen]:
@@ -149,22 +138,22 @@ def _variables() -> Iterator[_Seen]:
 
 def _inside(seen: _Seen) -> list[_Seen]:
     """The objects in a container, or in the ``__dict__`` of an object."""
-    value, expression = seen.value, seen.expression
+    expression = seen.expression
+    return [seen._replace(value=part, expression=expression + step) for step, part in _parts(seen.value)]
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of an object, each with its step in an expression."""
     kind = type(value)
     if kind in _CONTAINERS:
-        items = enumerate(islice(value, _MOST_ITEMS))  # type: ignore[call-overload]
-        return [seen._replace(value=one, expression=f"{expression}[{number}]") for number, one in items]
-    if issubclass(kind, dict):
-        pairs = _items(value)
-        return [seen._replace(value=one, expression=f"{expression}[{key!r:.30}]") for key, one in pairs]
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return []
-    if type(attributes) is not dict or kind in _LEAVES:
-        return []
-    pairs = _items(attributes)
-    return [seen._replace(value=one, expression=f"{expression}.{name}") for name, one in pairs]
+        yield from ((f"[{number}]", part) for number, part in enumerate(islice(value, _MOST_ITEMS)))
+    elif issubclass(kind, dict):
+        yield from ((f"[{key!r:.30}]", part) for key, part in _items(value))
+    elif kind not in _LEAVES:
+        with contextlib.suppress(AttributeError):
+            attributes = object.__getattribute__(value, "__dict__")
+            if type(attributes) is dict:
+                yield from ((f".{name}", part) for name, part in _items(attributes))
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:

@@ -81,6 +81,10 @@ class SlotMemory:
         leased = (place for place in self.places if (lease := place.lease) is not None and lease() is anchor)
         return next(leased, None)
 
+    def oldest_leases(self) -> tuple[str, ...]:
+        """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
+        return () if self.inspection is None else self.inspection.oldest_leases()
+
     def _make_ready(self, place: Place) -> Extent:
         """Map a slot that is about to be leased, and show it to the guard.
 
@@ -150,17 +154,15 @@ class SlotMemory:
 
     def _follow_budget(self, before: int) -> None:
         """Give back memory beyond the budget; warn if the budget holds fewer tasks than ``before``."""
-        budget, asked_for, items = self.budget, self._asked_for, self._asked_for.items
+        budget, asked_for = self.budget, self._asked_for
         if budget.most_tasks < before:
             self.window = budget.most_tasks
-            slots, batch_nbytes = budget.wanted_tasks + SPARE_SLOTS, budget.typical_nbytes
-            self._warn(
-                f"the slots' memory budget of {budget.nbytes:,} bytes has no room for the {slots} {items} "
-                f"({asked_for.tasks} + {SPARE_SLOTS}) of {batch_nbytes:,} bytes that this {asked_for.owner} "
-                f"may have at once: {budget.most_tasks} instead of {budget.wanted_tasks} {items} are made in "
-                f"advance. {items.capitalize()} that it does not hold then {_COPIED}. "
-                f"Pass memory_budget_nbytes={slots * whole_pages(batch_nbytes)} or more, or a smaller "
-                f"{asked_for.fewer}."
+            slots = (
+                f"{budget.wanted_tasks + SPARE_SLOTS} {asked_for.items} ({asked_for.tasks} + {SPARE_SLOTS})"
+            )
+            self._warn_of_budget(
+                f"this {asked_for.owner} may have {slots} of {budget.typical_nbytes:,} bytes at once",
+                (budget.wanted_tasks + SPARE_SLOTS) * whole_pages(budget.typical_nbytes),
             )
         self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
 

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
-from shmloader import torch_private
 from shmloader.codec.slot_allocator import current_allocator, set_current_allocator
 from shmloader.indices.packed_indices import Run
 
@@ -25,8 +23,9 @@ class NotGathered(Exception):
     """Raised if a batch, or any batch of the dataset, must be made sample by sample; has the reason."""
 
 
-Gather = Callable[[Rows], Any]
-"""Makes the batch that ``default_collate`` would make from the samples of these rows, at least one.
+Gather = Callable[[Any], Any]
+"""Makes the batch that ``default_collate`` would make from the samples of these `Rows`, at least one; in the
+main process, which may have consecutive ones, also of a `Run`.
 
 In a worker, leaves come from `make_output`. Raises `NotGathered` if the batch has to be made sample by
 sample, also if a row does not exist, so that the error is the dataset's own.
@@ -39,35 +38,11 @@ class Source(NamedTuple):
     gather: Gather
     # Whether gathering runs code of the program, which must not run twice for one batch.
     users_code: bool = False
-    # Like `gather`, of consecutive rows, if that is faster. In the main process only.
-    of_run: Callable[[Run], Any] | None = None
-
-    def gather_run(self, run: Run) -> Any:
-        """The batch of consecutive rows."""
-        return self.gather(run.array()) if self.of_run is None else self.of_run(run)
-
-    def gather_rows(self, rows: Rows) -> Any:
-        """The batch of these rows, which may be consecutive."""
-        run = None if self.of_run is None else _run_of(rows)
-        return self.gather(rows) if run is None else self.gather_run(run)
 
 
-def _run_of(rows: Rows) -> Run | None:
-    begin, count = int(rows[0]), len(rows)
-    if begin < 0 or int(rows[-1]) - begin != count - 1:
-        return None
-    run = Run(begin, begin + count)
-    return run if rows.tobytes() == run.array().tobytes() else None
-
-
-def is_default_collate(collate_fn: object) -> bool:
-    """Whether a collate function is torch's ``default_collate``, or ours in its place."""
-    return collate_fn is default_collate or collate_fn in torch_private.SAME_AS_TORCHS
-
-
-def joins_by_default(collate_fn: object) -> bool:
-    """Whether a collate function does the same as ``default_collate`` in an unmodified torch."""
-    return is_default_collate(collate_fn) and torch_private.collate_map_is_pristine()
+def array_of(rows: Rows | Run) -> Rows:
+    """Row numbers as an array."""
+    return rows.array() if type(rows) is Run else rows  # type: ignore[return-value]
 
 
 def make_output(
@@ -93,8 +68,9 @@ def own_memory() -> Iterator[None]:
         set_current_allocator(allocator)
 
 
-def within(rows: Rows, length: int) -> Rows:
-    """Row numbers from 0 on; `NotGathered` if there are not so many rows."""
+def within(rows: Rows | Run, length: int) -> Rows:
+    """Row numbers from 0 on, as an array; `NotGathered` if there are not so many rows."""
+    rows = array_of(rows)
     # As unsigned numbers the negative ones are large: one pass shows that no row is negative or too large.
     if int(rows.view(np.uint64).max()) < length:
         return rows

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from shmloader.codec.array_kinds import Array, array_of_tensor, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.indices.packed_indices import Run
-from shmloader.sources.base import Gather, NotGathered, Rows, Source, make_output, within
+from shmloader.sources.base import Gather, NotGathered, Rows, Source, array_of, make_output, within
 
 _ARRAYS = (np.ndarray, np.memmap)
 
@@ -45,13 +45,13 @@ def block_of(data: Any, *, in_worker: bool) -> Source:
         if in_worker:
             return Source(_block_of_tensor(data))
         _check_rows(data)
-        return Source(lambda rows: _rows_of_tensor(data, rows), of_run=lambda run: _run_of_tensor(data, run))
+        return Source(lambda rows: _rows_of_tensor(data, rows))
     if type(data) in _ARRAYS:
         array, dtype = _array_of_rows(data)
         if in_worker:
             return Source(_array_block(array, dtype))
         # A copy by torch: memory that NumPy has seen could not be resized.
-        return Source(lambda rows: torch.tensor(_array_of_rows(data)[0].take(rows, axis=0)))
+        return Source(lambda rows: torch.tensor(_array_of_rows(data)[0].take(array_of(rows), axis=0)))
     raise NotGathered(
         f"a {type(data).__qualname__} may make its rows in a way of its own. Pass tensors of the class "
         "torch.Tensor itself (tensor.detach() of a Parameter)"
@@ -73,23 +73,18 @@ def _block_of_tensor(tensor: torch.Tensor) -> Gather:
     return gather
 
 
-def _rows_of_tensor(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _rows_of_tensor(tensor: torch.Tensor, rows: Rows | Run) -> torch.Tensor:
     """Rows in memory of torch's own, from any device. No array is made of the tensor: it may be resized."""
     _check_rows(tensor)
+    if type(rows) is Run and tensor.is_cpu and tensor.is_contiguous():
+        return tensor.narrow_copy(0, rows.begin, rows.end - rows.begin)  # in half the time of `index_select`
+    rows = array_of(rows)
     if tensor.is_cpu:
         return tensor.index_select(0, torch.from_numpy(rows))
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotGathered("the indices cannot be copied to the device while its stream is captured")
     index = torch.from_numpy(within(rows, len(tensor)))  # other devices raise for a wrong one too late
     return tensor.index_select(0, index.to(tensor.device))
-
-
-def _run_of_tensor(tensor: torch.Tensor, run: Run) -> torch.Tensor:
-    _check_rows(tensor)
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        return _rows_of_tensor(tensor, run.array())
-    begin, end = run
-    return tensor.narrow_copy(0, begin, end - begin)  # in half the time of `index_select`
 
 
 def _check_rows(tensor: torch.Tensor) -> None:

@@ -32,8 +32,7 @@ def _tuple_rows(fields: Sequence[Source]) -> Source:
     """Samples that are tuples, each field from a source of its own."""
     return Source(
         lambda rows: [as_sample_field(field.gather(rows)) for field in fields],
-        True in [field.users_code for field in fields],
-        lambda run: [as_sample_field(field.gather_run(run)) for field in fields],
+        any(field.users_code for field in fields),
     )
 
 
@@ -42,7 +41,6 @@ def _dict_rows(fields: Mapping[Any, Source]) -> Source:
     return Source(
         lambda rows: {name: field.gather(rows) for name, field in fields.items()},
         any(field.users_code for field in fields.values()),
-        lambda run: {name: field.gather_run(run) for name, field in fields.items()},
     )
 
 
@@ -69,7 +67,12 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
     ends = np.array(sizes)
     begins = np.concatenate([[0], ends])
 
-    def gather(rows: Rows) -> Any:
+    def gather(rows: Any) -> Any:
+        if type(rows) is Run:
+            part = bisect.bisect_right(sizes, rows.begin)
+            if part < len(sizes) and rows.end <= sizes[part]:
+                before = sizes[part - 1] if part else 0
+                return parts[part].gather(Run(rows.begin - before, rows.end - before))
         rows = within(rows, int(ends[-1]))
         part_of = ends.searchsorted(rows, "right")
         rows = rows - begins[part_of]
@@ -89,14 +92,7 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
         places[by_part] = np.arange(len(rows))
         return _in_order(batches, torch.from_numpy(places))
 
-    def of_run(run: Run) -> Any:
-        part = bisect.bisect_right(sizes, run.begin)
-        if part == len(sizes) or run.end > sizes[part]:
-            return gather(run.array())
-        before = sizes[part - 1] if part else 0
-        return parts[part].gather_run(Run(run.begin - before, run.end - before))
-
-    return Source(gather, of_run=of_run)
+    return Source(gather)
 
 
 def _mixed_rows(mixture: Mixture, recognise: Recognise) -> Source:
@@ -192,19 +188,12 @@ def source_of(dataset: Any, recognise: Recognise, *, in_worker: bool) -> Source:
     made_of = _made_of(dataset)
     source = _source_of(dataset, type(dataset), recognise, in_worker=in_worker)
 
-    def check() -> None:
+    def gather(rows: Rows | Run) -> Any:
         if _made_of(dataset) != made_of:
             raise NotGathered("the dataset was changed since it was looked at")
-
-    def gather(rows: Rows) -> Any:
-        check()
         return source.gather(rows)
 
-    def of_run(run: Run) -> Any:
-        check()
-        return source.gather_run(run)
-
-    return source._replace(gather=gather, of_run=of_run)
+    return source._replace(gather=gather)
 
 
 def _made_of(dataset: Any) -> list[Any]:
@@ -234,11 +223,7 @@ def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: boo
         source, pick = recognise(dataset.dataset), pick_from(dataset.indices, now=not in_worker)
         if in_worker:
             return Source(lambda rows: source.gather(pick(rows)), source.users_code)
-        return Source(
-            lambda rows: source.gather(pick_from(dataset.indices, now=True)(rows)),
-            source.users_code,
-            lambda run: _of_picked_run(source, dataset.indices, run),
-        )
+        return Source(lambda rows: source.gather(_picked_now(dataset.indices, rows)), source.users_code)
     if kind is ConcatDataset:
         return _concatenated_rows(dataset, recognise)
     if kind is Mixture:
@@ -283,14 +268,20 @@ def pick_from(indices: Any, *, now: bool) -> Pick:
     return lambda rows: array.take(rows).astype(np.int64, copy=False)
 
 
-def _of_picked_run(source: Source, indices: Any, run: Run) -> Any:
-    """The batch of consecutive places in the indices of a ``Subset``; these are read now."""
-    begin, end = run
+def _picked_now(indices: Any, rows: Rows | Run) -> Rows | Run:
+    """The rows at these places in the indices of a ``Subset``, which are read now."""
+    if type(rows) is not Run:
+        return pick_from(indices, now=True)(rows)  # type: ignore[arg-type]
+    begin, end = rows
     if type(indices) is range and indices.step == 1 and indices.start >= 0 and end <= len(indices):
-        return source.gather_run(Run(indices.start + begin, indices.start + end))
+        return Run(indices.start + begin, indices.start + end)
     if type(indices) in (list, tuple) and end <= len(indices):
-        return source.gather_rows(plain_ints(list(indices[begin:end])))
-    return source.gather_rows(pick_from(indices, now=True)(run.array()))
+        picked = plain_ints(list(indices[begin:end]))
+    else:
+        picked = pick_from(indices, now=True)(rows.array())
+    first = int(picked[0])
+    run = Run(first, first + len(picked))
+    return run if first >= 0 and picked.tobytes() == run.array().tobytes() else picked
 
 
 def _items(values: Any, places: list[int]) -> list[Any]:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 from shmloader.indices.packed_indices import PackedInts, Run
-from shmloader.sources.base import (
-    NOT_GATHERED,
-    NotGathered,
-    Rows,
-    Source,
-    is_default_collate,
-    joins_by_default,
-    own_memory,
-)
+from shmloader.sources.base import NOT_GATHERED, NotGathered, Rows, Source, array_of, own_memory
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
 from shmloader.sources.tables import StoreRows, has_columns, hugging_face_rows
 from shmloader.store_hooks import hooks
-from shmloader.torch_private import unavailable, why_missing
+from shmloader.torch_private import collate_fn_map, is_torchs_collation, unavailable, why_missing
 
 _log = logging.getLogger("shmloader")
 _CUSTOM_COLLATE = (
@@ -41,7 +34,7 @@ _CHANGED_COLLATE = (
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
     """The source for a dataset; `NotGathered`, with the reason, if it has none."""
     if has_getbatch(dataset):
-        return Source(dataset.__getbatch__, users_code=True)
+        return Source(lambda rows: dataset.__getbatch__(array_of(rows)), users_code=True)
     if type(dataset) in OWN_METHODS:
         return source_of(dataset, functools.partial(recognise, in_worker=in_worker), in_worker=in_worker)
     if is_array(dataset):
@@ -104,10 +97,7 @@ class Gatherer:
         try:
             if not joins_by_default(self._collate_fn):
                 raise NotGathered(_CHANGED_COLLATE)
-            if type(index_batch) is Run:
-                batch = source.gather_run(index_batch)
-            else:
-                batch = source.gather(_rows_of(index_batch))
+            batch = source.gather(index_batch if type(index_batch) is Run else _rows_of(index_batch))
         except Exception as error:
             if source.users_code and not isinstance(error, NotGathered):
                 raise
@@ -176,3 +166,57 @@ def _source_for(dataset: Any, collate_fn: Any, *, in_worker: bool) -> Source:
     if collate_fn is not None and not joins_by_default(collate_fn):
         raise NotGathered(_CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE)
     return recognise(dataset, in_worker=in_worker)
+
+
+# --- whether default_collate is torch's own
+
+SAME_AS_TORCHS: list[Any] = []
+"""Functions of `worker.collate` that join samples as torch's own do, and may stand in its map."""
+
+_pristine: dict[Any, Any] | None = None  # the map as it was when it was last found pristine
+_KNOWN_KEYS = {torch.Tensor, np.ndarray, (np.bool_, np.number, np.object_), float, int, str, bytes}
+_JOINED_HERE = (torch.Tensor, np.ndarray, np.generic, bool, int, float, str, bytes, dict, list, tuple)
+"""Types of samples and of their parts that shmloader joins without torch's functions."""
+
+
+def collate_map_is_pristine() -> bool:
+    """Whether ``default_collate`` joins samples of the types that shmloader knows as torch 2.13 does.
+
+    The program may change the map at any time. An entry for a further type does not count, unless it would be
+    used for one of these types.
+    """
+    global _pristine  # noqa: PLW0603 - there is one map
+    if collate_fn_map == _pristine:
+        return True
+    if not collate_fn_map.keys() >= _KNOWN_KEYS:
+        return False
+    pristine = all(
+        is_torchs_collation(function) or function in SAME_AS_TORCHS
+        if key in _KNOWN_KEYS
+        else not _is_of_known_type(key, by_torch=is_torchs_collation(function))
+        for key, function in collate_fn_map.items()
+    )
+    _pristine = dict(collate_fn_map) if pristine else None
+    return pristine
+
+
+def _is_of_known_type(key: Any, *, by_torch: bool) -> bool:
+    """Whether a further key of torch's map is for a type that shmloader joins itself."""
+    kinds = key if isinstance(key, tuple) else (key,)
+    also = () if by_torch else (np.generic, tuple, list, Mapping)  # stores have records of such classes
+    try:
+        return any(
+            issubclass(kind, also) or any(issubclass(known, kind) for known in _JOINED_HERE) for kind in kinds
+        )
+    except TypeError:  # not a class
+        return True
+
+
+def is_default_collate(collate_fn: object) -> bool:
+    """Whether a collate function is torch's ``default_collate``, or ours in its place."""
+    return collate_fn is default_collate or collate_fn in SAME_AS_TORCHS
+
+
+def joins_by_default(collate_fn: object) -> bool:
+    """Whether a collate function does the same as ``default_collate`` in an unmodified torch."""
+    return is_default_collate(collate_fn) and collate_map_is_pristine()

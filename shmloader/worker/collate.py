@@ -24,6 +24,7 @@ from torch.utils.data import default_collate, default_convert
 
 from shmloader import torch_private
 from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
+from shmloader.sources.gatherer import SAME_AS_TORCHS, collate_map_is_pristine
 
 _LABELS, _NO_LABEL = "labels", -100  # which torch's losses ignore
 _in_worker_process = False
@@ -108,7 +109,7 @@ def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -
 def slot_collate(samples: list[Any]) -> Any:
     """Join samples as torch's ``default_collate`` does, with placeholders for leaves written in the slot."""
     allocator = current_allocator()
-    if allocator is None or not torch_private.collate_map_is_pristine():
+    if allocator is None or not collate_map_is_pristine():
         return default_collate(samples)
     return _collate(samples, allocator)
 
@@ -233,4 +234,4 @@ def is_own(collate_fn: Callable[[Any], Any]) -> bool:
     return not any(collate_fn is torchs for torchs in (slot_collate, default_collate, default_convert))
 
 
-torch_private.SAME_AS_TORCHS += [slot_collate, collate_tensors]
+SAME_AS_TORCHS.extend([slot_collate, collate_tensors])

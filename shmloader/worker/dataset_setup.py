@@ -17,7 +17,7 @@ import torch
 from shmloader import torch_private
 from shmloader.failures.exceptions import add_note
 from shmloader.indices.samplers import attribute_of
-from shmloader.worker.epoch_settings import datasets_in
+from shmloader.worker.epoch_settings import owners_in
 
 _SETUP, _TEARDOWN = "worker_setup", "worker_teardown"
 _logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class DatasetSetup:
         if self._begun:
             return
         try:
-            for owner in _owners_in(info.dataset):
+            for owner in owners_in(info.dataset, _has_methods):
                 _holders.take(owner, info)
                 self._owners.append(owner)
             self._begun = True
@@ -102,14 +102,9 @@ class DatasetSetup:
 
 def setup_methods_of(dataset: Any) -> list[str]:
     """The names of those of the methods that a dataset has."""
-    owners = _owners_in(dataset)
+    owners = owners_in(dataset, _has_methods)
     names = [name for name in (_SETUP, _TEARDOWN) if any(callable(attribute_of(one, name)) for one in owners)]
     return [f"the dataset's {name}()" for name in names]
-
-
-def _owners_in(dataset: Any) -> list[Any]:
-    """The outermost objects with one of the methods: the dataset, or else the first on each path into it."""
-    return [one for one in datasets_in(dataset, _has_methods) if _has_methods(one)]
 
 
 def info_without_workers(dataset: Any) -> Any:

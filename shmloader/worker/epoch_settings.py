@@ -56,9 +56,9 @@ def has_set_epoch(one: Any) -> bool:
     return callable(attribute_of(one, "set_epoch"))
 
 
-def owners_in(dataset: Any) -> list[Any]:
-    """The outermost objects with ``set_epoch()``: the dataset, or else the first one on each path into it."""
-    return [one for one in datasets_in(dataset, has_set_epoch) if has_set_epoch(one)]
+def owners_in(dataset: Any, has: Callable[[Any], bool] = has_set_epoch) -> list[Any]:
+    """The outermost objects that ``has`` accepts: the dataset, or else the first one on each path into it."""
+    return [one for one in datasets_in(dataset, has) if has(one)]
 
 
 def datasets_in(dataset: Any, is_last: Callable[[Any], bool] = lambda _: False) -> list[Any]:

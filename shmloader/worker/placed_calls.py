@@ -88,10 +88,6 @@ def _are_plain(tensors: Any) -> bool:
     )
 
 
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
-
-
 def _new(place: Place, size: tuple[Any, ...], dtype: Any, device: Any) -> torch.Tensor | None:
     if len(size) == 1 and isinstance(size[0], (tuple, list)):
         size = tuple(size[0])
@@ -199,7 +195,9 @@ def _are_rows(data: Any, index: Any) -> bool:
         and data.ndim > 0
         and not data.dtype.is_complex
         and not data.requires_grad
-        and _is_contiguous(data)
+        and data.layout is torch.strided
+        and not data.is_nested
+        and data.is_contiguous()
     )
 
 

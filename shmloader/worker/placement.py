@@ -48,24 +48,30 @@ class _Site:
     where: str
     state: str = _WATCHED
     arrived: int = 0  # batches in which all results were in the batch
-    misses: int = 0
-    refused: int = 0
+    misses: int = 0  # those in which one was not
+    refused: int = 0  # calls in a row that could not be made in the slot
     why: str = "noticed in one batch only"
 
-    def settle(self, state: str, why: str = "") -> None:
-        """Decide whether its results are placed, and if not, why."""
-        self.state, self.why = state, why
-
-    def count(self, *, arrived: bool) -> None:
-        """Count a batch in which all its results arrived, or not all."""
-        if arrived:
-            self.arrived += 1
-        else:
+    def judge(self, *, arrived: bool) -> bool:
+        """Learn whether all results of a batch arrived; whether that decides if its results are placed."""
+        if not arrived:
             self.misses += 1
+            return (self.state is _WATCHED or self.misses >= _CHANCES) and self.leave(_MISSED)
+        self.arrived += 1
+        if self.state is _WATCHED and self.arrived >= _CHANCES:
+            self.state = _PLACED
+            return True
+        return False
 
-    def count_refused(self, refused: int) -> None:
-        """Count calls that could not be made in the slot; 0 for one that was."""
-        self.refused = self.refused + refused if refused else 0
+    def leave(self, why: str) -> bool:
+        """Place its results no more."""
+        self.state, self.why = _LEFT, why
+        return True
+
+    def count_refused(self, refused: bool) -> int:
+        """Count a call that could not be made in the slot, or one that could; returns how many could not."""
+        self.refused = self.refused + 1 if refused else 0
+        return self.refused
 
 
 @dataclass
@@ -214,12 +220,10 @@ class Placement:
             result = None
         if result is not None:
             self._note(site, result, keep=False)
-            site.count_refused(0)
+            site.count_refused(False)
             return result
         self._allocator.go_back(begin)
-        if not self._lacked_room:
-            site.count_refused(1)
-        if site.refused > _MOST_REFUSED:
+        if not self._lacked_room and site.count_refused(True) > _MOST_REFUSED:
             self._leave(site, _OTHERS)
         return None
 
@@ -256,23 +260,19 @@ class Placement:
         leaves = sorted(leaves)
         missed = {result.site for result in results if not _arrived(result, leaves)}
         for site in dict.fromkeys(result.site for result in results):
-            self._judge(site, arrived=site not in missed)
+            if site.judge(arrived=site not in missed):
+                self._note_change()
         if self._to_watch:
             self._to_watch -= 1
             if not self._to_watch:
                 self._end_watch()
 
-    def _judge(self, site: _Site, *, arrived: bool) -> None:
-        site.count(arrived=arrived)
-        if arrived and site.state is _WATCHED and site.arrived >= _CHANCES:
-            site.settle(_PLACED)
-            self._changed = True
-        elif not arrived and (site.state is _WATCHED or site.misses >= _CHANCES):
-            self._leave(site, _MISSED)
-
-    def _end_watch(self) -> None:
+    def _note_change(self) -> None:
         self._changed = True
         self._version += 1
+
+    def _end_watch(self) -> None:
+        self._note_change()
         for site in self._sites.values():
             if site.state is _WATCHED:
                 self._leave(site, site.why)
@@ -280,9 +280,8 @@ class Placement:
             self._end("no call's results were in the batch")
 
     def _leave(self, site: _Site, why: str) -> None:
-        site.settle(_LEFT, why)
-        self._changed = True
-        self._version += 1
+        site.leave(why)
+        self._note_change()
 
     def _end(self, why: str) -> None:
         self.is_on = False

@@ -28,11 +28,8 @@ from shmloader.worker.fetcher import Fetcher, FetchRules
 class Stream:
     """The samples of a dataset, or of its shard: an iterator.
 
-    Args:
-        dataset: The dataset.
-        rules: How to divide it, and where an earlier program left it.
-        part: The part to play, out of ``parts`` on each rank.
-        tolerant: Whether samples may raise.
+    ``rules`` say how to divide it, and where an earlier program left it. It is the part ``part`` of ``parts``
+    on each rank. If it is ``tolerant``, samples may raise.
     """
 
     def __init__(self, dataset: Any, rules: StreamRules, part: int, parts: int, tolerant: bool) -> None:

@@ -7,15 +7,19 @@ its own (a pidfd, elsewhere the process sentinel), waited for together with the 
 
 from __future__ import annotations
 
+import functools
 import os
+from typing import Any
 
 import torch
 
 from shmloader.interrupts import HeldInterrupts
-from shmloader.settings import THREAD, Settings, check_workers
+from shmloader.resume.passes import Pass
+from shmloader.settings import THREAD, check_workers
 from shmloader.slots import PlaceTable
 from shmloader.torch_private import never_compiled
-from shmloader.workers.base import MakeArguments
+from shmloader.worker.fetcher import FetchRules
+from shmloader.worker.loop import WorkerArguments
 from shmloader.workers.processes import ProcessWorker, ProcessWorkers
 from shmloader.workers.threads import ThreadWorker, ThreadWorkers
 
@@ -25,9 +29,36 @@ Worker = ProcessWorker | ThreadWorker
 Workers = ProcessWorkers | ThreadWorkers
 
 
-def start_workers(settings: Settings, make_arguments: MakeArguments) -> Workers:
-    """Start the workers; settings that these do not support, which some frameworks set late, are errors."""
+def start_workers(
+    one_pass: Pass,
+    table: PlaceTable,
+    dataset: Any,
+    most_workers: int,
+    init_fn: Any,
+    base_seed: int,
+    shared_seed: int | None,
+) -> Workers:
+    """Start the workers; settings that these do not support, which some frameworks set late, are errors.
+
+    Dataset, ``init_fn`` and seeds are those of torch's iterator. Each worker is told of ``most_workers``.
+    """
+    settings, stream = one_pass.settings, one_pass.stream
     check_workers(settings, settings.dataset, settings.multiprocessing_context)
+    make_arguments = functools.partial(
+        WorkerArguments,
+        num_workers=most_workers,
+        segment=table.segment,
+        dataset=dataset,
+        rules=FetchRules.of(settings, None if stream is None else stream.rules),
+        base_seed=base_seed,
+        # Only streams need it, and their workers are all started with the iterator.
+        shared_seed=None if stream is None else stream.share_seed(shared_seed),
+        init_fn=init_fn,
+        seeds_samples=settings.seeds_samples,
+        places=settings.place_results,
+        max_nbytes=settings.worker_max_nbytes,
+        make_probe=table.counters.make_probe,
+    )
     if settings.worker_type == THREAD:
         return ThreadWorkers(make_arguments, settings.num_workers)
     context = settings.multiprocessing_context or torch.multiprocessing

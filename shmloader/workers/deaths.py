@@ -1,15 +1,52 @@
-"""Words about the death of a worker process, for `WorkerDied`. Main process only."""
+"""The error for a worker process that has died: `WorkerDied`, in words. Main process only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from shmloader.errors import WorkerDied
+from shmloader.failures.stacks import StackFile
 from shmloader.memory.limits import memory_headroom, oom_kills
 from shmloader.memory.process_memory import read_memory
+from shmloader.messages import ending_of
 from shmloader.store_hooks import hooks
+from shmloader.workers.base import describe_held
 
+_DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
+_SEE_OUTPUT = " It had made no batch yet. Its own error output, above, says why if it could."
 _MOST_TOLD = 9  # processes whose memory an error names
+
+
+def error_of(
+    dead: Any, indices: tuple[object, ...], why: str, explain: Callable[[], str], stacks: StackFile
+) -> WorkerDied:
+    """The error for a dead `ProcessWorker` that held these index batches, and ``why`` it was not restarted.
+
+    ``explain`` is called if it was killed; ``stacks`` has the traceback of one that could not start.
+    """
+    dead.process.join(_DEATH_S)
+    code, pid = dead.process.exitcode, dead.pid
+    # First torch's words (torch/csrc/DataLoader.cpp, _try_get_data), which people and scripts search for.
+    if code is not None and code < 0:
+        torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
+    else:
+        torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
+    hint = why and f" {why}"
+    if code == -signal.SIGKILL:
+        hint += explain()
+    elif not dead.heard:
+        error = stacks.start_error(pid)
+        hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
+    return WorkerDied(
+        f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}.{hint}"
+        f"{describe_held(indices)} (causes and cures: docs/messages.md)",
+        worker_id=dead.worker_id,
+        pid=pid,
+        exit_code=code,
+        indices=indices,
+    )
 
 
 def explain_kill(before: int | None, dataset: Any, pids: Mapping[str, int], memory: str) -> str:

@@ -19,13 +19,10 @@ from shmloader.worker import parent_watch
 from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
 from shmloader.worker.loop import Loop
-from shmloader.worker.names import name_worker
 from shmloader.worker.random_state import seed_worker_process
-from shmloader.worker.ray_calls import refuse_ray
+from shmloader.workers.base import name_worker
 from shmloader.workers.spawn_payload import take_arguments
 
-_GRACE = "SHMLOADER_SIGTERM_GRACE_S"
-_GRACE_S = 120.0
 _DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
 _PRELOADED = ["torch", "shmloader"]
 _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
@@ -58,9 +55,6 @@ def sigterm_grace_s() -> float:
 
     0 unless this process handles SIGTERM: a process group gets the signal as a whole (from Slurm, say), and a
     program with a handler needs its workers until it has saved its state.
-
-    Raises:
-        ValueError: If the environment variable for it is no number of seconds.
     """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         return 0.0
@@ -72,10 +66,7 @@ def sigterm_grace_s() -> float:
 
 
 def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_s: float) -> Any:
-    """Start a process with the result of `SpawnPayload.for_worker`; `WorkerDied` if it ends at its start.
-
-    After SIGTERM it goes on for ``grace_s``; see `sigterm_grace_s`.
-    """
+    """Start a process with what a worker is given; `WorkerDied` if it ends at its start."""
     method = context.get_start_method()
     by_leader = threading.get_native_id() == os.getpid()
     arguments = given, pipes, os.getpid(), by_leader, grace_s
@@ -116,8 +107,24 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: f
     set_current_allocator(None)  # of a worker thread that forked this process
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
-    refuse_ray()
+    _refuse_ray()
     Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+
+
+def _refuse_ray() -> None:
+    """Make calls of Ray errors, which would wait for ever: a fork has its connection without its threads."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "Ray was asked for data in a forked worker process, where it would wait for ever: its threads "
+            "are in the process that made the loader. Pass worker_type='thread' or num_workers=0 for a "
+            "dataset that calls ray.get(), ray.wait() or ray.put()."
+        )
+
+    vars(ray).update(dict.fromkeys(("get", "wait", "put"), refuse))
 
 
 def check_descriptors() -> None:

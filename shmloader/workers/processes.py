@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import time
 from array import array
 from collections import deque
@@ -17,17 +16,11 @@ from shmloader.failures.stacks import StackFile, answers
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
 from shmloader.memory.limits import oom_kills
-from shmloader.messages import ending_of
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
-from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
-from shmloader.workers.deaths import explain_kill
-from shmloader.workers.launch import (
-    begin_fork_server,
-    check_descriptors,
-    sigterm_grace_s,
-    start_process,
-)
+from shmloader.workers.base import BaseWorkers, MakeArguments, live
+from shmloader.workers.deaths import error_of, explain_kill
+from shmloader.workers.launch import begin_fork_server, check_descriptors, sigterm_grace_s, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
 
 if TYPE_CHECKING:
@@ -35,10 +28,8 @@ if TYPE_CHECKING:
 
 _STOP_S = 5.0  # how long a worker may take to finish its sample after its pipe was closed
 _LOOK_S = 0.1  # how often to look for a Ctrl-C meanwhile
-_SEE_OUTPUT = " It had made no batch yet. Its own error output, above, says why if it could."
 _READ_NBYTES = ANSWER_NBYTES * 8
 _EXIT_CODE_S = 1.0  # how long a fork server may take to tell the exit code of a process that has ended
-_DEATH_S = 1.0  # how long to wait for the exit code of a worker whose pipe is closed
 
 
 class ProcessWorker:
@@ -183,31 +174,35 @@ class ProcessWorkers(BaseWorkers):
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
         self._readiness: Readiness | None = None  # once `fileno` was called
-        self._wake_fd = -1  # readable once `interrupt` was called
+        self._wake = Descriptor(-1)  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
         with HeldInterrupts():
             self._stacks = StackFile()
             live.add(self)
         try:
             with HeldInterrupts():
-                self._wake_fd = os.eventfd(0)
-            with self._payload() as payload:
+                self._wake = Descriptor(os.eventfd(0))
+            with self._payload() as give:
                 for worker_id in range(num_workers):
                     with HeldInterrupts():
-                        self._put(self._start(worker_id, payload))
+                        self._put(self._start(worker_id, give))
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
     @contextlib.contextmanager
-    def _payload(self) -> Iterator[SpawnPayload]:
+    def _payload(self) -> Iterator[MakeArguments]:
+        """Give a function that returns what a worker's process is started with."""
+        if self._method == "fork":
+            yield self._make_arguments
+            return
         if self._method == "forkserver":
             begin_fork_server()  # it imports while this process pickles
         with contextlib.closing(SpawnPayload(self._method, self._make_arguments)) as payload:
             self.given_nbytes, self.pickled_nbytes = payload.arrays_nbytes, payload.pickled_nbytes
-            yield payload
+            yield payload.for_worker
 
-    def _start(self, worker_id: int, payload: SpawnPayload) -> ProcessWorker:
+    def _start(self, worker_id: int, give: MakeArguments) -> ProcessWorker:
         grace_s = sigterm_grace_s()
         check_descriptors()
         requests_read, requests_write = os.pipe()
@@ -215,7 +210,7 @@ class ProcessWorkers(BaseWorkers):
         self._starting = (requests_write, answers_read)
         pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
         try:
-            process = start_process(self._context, worker_id, payload.for_worker(worker_id), pipes, grace_s)
+            process = start_process(self._context, worker_id, give(worker_id), pipes, grace_s)
         except BaseException:
             os.close(requests_write)
             os.close(answers_read)
@@ -236,23 +231,17 @@ class ProcessWorkers(BaseWorkers):
     def add(self) -> ProcessWorker:
         """Start one more, without a task; if that fails, the others are unchanged."""
         with HeldInterrupts():
-            with self._payload() as payload:
-                worker = self._start(len(self.workers), payload)
+            with self._payload() as give:
+                worker = self._start(len(self.workers), give)
             self._added.add(worker.worker_id)
             self._put(worker)
         return worker
 
-    def renew_datasets(self) -> None:
-        """Do nothing: processes have datasets of their own."""
-
     def restart(self, worker_id: int, *, has_left: bool = False) -> ProcessWorker:
         """Replace one, dead or not, by a new process with new pipes, without a task.
 
-        One that ``has_left`` is ending by itself, and may take as long for that as in `close`.
-
-        Raises:
-            Exception: Any that kept the new one from starting; then all workers are stopped.
-            LoaderClosed: If another thread has closed the loader meanwhile.
+        One that ``has_left`` is ending by itself, and may take as long for that as in `close`. Raises what
+        kept the new one from starting, once all are stopped; `LoaderClosed` if another thread has done that.
         """
         with HeldInterrupts() as interrupts:
             old = self.workers[worker_id]
@@ -263,8 +252,8 @@ class ProcessWorkers(BaseWorkers):
             self._end([old])
             self._poller = None
             try:
-                with self._payload() as payload:
-                    fresh = self._start(worker_id, payload)
+                with self._payload() as give:
+                    fresh = self._start(worker_id, give)
             except BaseException:
                 self.close(f"worker {worker_id} could not be replaced", grace_s=0.0)
                 raise
@@ -302,7 +291,7 @@ class ProcessWorkers(BaseWorkers):
             for fd in (worker.answers_fd, worker.death_fd):
                 self._by_fd[fd] = worker
                 poller.register(fd, select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._wake.fd, select.POLLIN)
         self._poller = poller  # last: a poller that an interrupt left incomplete would wait for ever
         return poller
 
@@ -329,44 +318,22 @@ class ProcessWorkers(BaseWorkers):
         self.interrupted = True
         if self._readiness is not None:
             self._readiness.set()
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
+        if self._wake.fd >= 0:
+            os.eventfd_write(self._wake.fd, 1)
 
     def stack_of(self, worker_id: int) -> str:
         """The stacks that a live process writes when it is asked by a signal, or why there are none."""
         return self._stacks.ask(self.workers[worker_id].pid)
 
     def died(self, worker_id: int, indices: tuple[object, ...], memory: str, why: str = "") -> WorkerDied:
-        """The error for a dead process that held these index batches, with its exit code and its output.
-
-        ``why`` says why it was not restarted. It includes the loader's ``memory`` figures if the kernel seems
-        to have killed it for memory.
-        """
+        """The error for a dead process that held these index batches; it may have ``memory`` figures."""
         dead = self.workers[worker_id]
-        dead.process.join(_DEATH_S)
-        code, pid = dead.process.exitcode, dead.pid
-        # First torch's words (torch/csrc/DataLoader.cpp, _try_get_data), which people and scripts search for.
-        if code is not None and code < 0:
-            torchs = f"DataLoader worker (pid {pid}) is killed by signal: {signal.strsignal(-code)}"
-        else:
-            torchs = f"DataLoader worker (pid(s) {pid}) exited unexpectedly"
-        hint = why and f" {why}"
-        if code == -signal.SIGKILL:
-            pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
-            hint += explain_kill(self._oom_kills, self._make_arguments(0).dataset, pids, memory)
-        elif not dead.heard:
-            error = self._stacks.start_error(pid)
-            hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
-        return WorkerDied(
-            f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}."
-            + hint
-            + describe_held(indices)
-            + " (causes and cures: docs/messages.md)",
-            worker_id=worker_id,
-            pid=pid,
-            exit_code=code,
-            indices=indices,
-        )
+        pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
+
+        def explain() -> str:
+            return explain_kill(self._oom_kills, self._make_arguments(0).dataset, pids, memory)
+
+        return error_of(dead, indices, why, explain, self._stacks)
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:
         """Stop all. Those still alive after ``grace_s`` are terminated, and killed a second later.
@@ -393,7 +360,7 @@ class ProcessWorkers(BaseWorkers):
             _wait_for(workers, grace_s, interrupts)
             self._end(workers)
             self._stacks.close()
-            self._close_wake()
+            self._wake.close()
             self.closed = True
 
     def _end(self, workers: list[ProcessWorker]) -> None:
@@ -408,11 +375,6 @@ class ProcessWorkers(BaseWorkers):
         for worker in workers:
             worker.release()
 
-    def _close_wake(self) -> None:
-        fd, self._wake_fd = self._wake_fd, -1
-        if fd >= 0:
-            os.close(fd)
-
     def leave_to_parent(self) -> None:
         """Close this object's descriptors in a forked child, where they would keep pipes open."""
         for worker in self.workers:
@@ -420,7 +382,7 @@ class ProcessWorkers(BaseWorkers):
         for fd in self._starting:
             os.close(fd)
         self.workers, self.processes, self._starting = [], [], ()
-        self._close_wake()
+        self._wake.close()
         self.closed = True
         self.closed_because = "its workers belong to the process that this one was forked from"
 

@@ -6,18 +6,7 @@ import os
 import select
 import weakref
 from collections.abc import Iterable
-from typing import Protocol
-
-
-class Peer(Protocol):
-    """The descriptors of a worker process that are watched; see `ProcessWorker`."""
-
-    requests_fd: int
-    answers_fd: int
-    death_fd: int
-
-    def flush(self) -> bool:
-        """Send what could not be sent; False if its pipe is still full."""
+from typing import Any
 
 
 class Readiness:
@@ -34,8 +23,8 @@ class Readiness:
         weakref.finalize(self, os.close, self._end_fd)
         self._epoll.register(self._end_fd, select.EPOLLIN)
 
-    def follow(self, workers: Iterable[Peer]) -> None:
-        """Watch these workers alone; call it before a descriptor of one of the others is closed.
+    def follow(self, workers: Iterable[Any]) -> None:
+        """Watch these worker processes alone; call it before a descriptor of one of the others is closed.
 
         A full pipe is watched for room: a worker may be waiting for what it had no room for.
         """

@@ -40,9 +40,10 @@ _REFUSALS = (pickle.PicklingError, AttributeError, TypeError, WorkerStartError) 
 
 
 class SpawnPayload:
-    """The arguments of workers that are started together, the same but for their numbers. Main process.
+    """The arguments of workers that are started together by ``spawn`` or ``forkserver``. Main process.
 
-    It is closed when all are started: a worker that starts later gets the dataset as it is then.
+    They are the same but for a worker's number. It is closed when all are started: a worker that starts later
+    gets the dataset as it is then.
     """
 
     def __init__(self, method: str, make_arguments: MakeArguments) -> None:
@@ -50,16 +51,15 @@ class SpawnPayload:
         self.arrays_nbytes = 0
         self._method = method
         self._make_arguments = make_arguments
-        self._stream_fd = -1  # the pickle, followed by the pickle of `_Place`s
+        self._stream = Descriptor(-1)  # the pickle, followed by the pickle of `_Place`s
         self.pickled_nbytes = 0
         self._stream_nbytes = 0  # where the second one begins
-        self._arrays_fd = -1  # the memory of large arrays
+        self._arrays = Descriptor(-1)  # the memory of large arrays
         self._passed: list[int] = []  # descriptors among the arguments, which belong to their owners
         self._for_one = False  # whether only one process may unpickle it
         self._taken = False  # whether one was given it
         self._pickler: Any = None  # keeps objects alive that were made only to be pickled
-        if method != "fork":
-            self._pickle()
+        self._pickle()
 
     def __del__(self) -> None:
         # A Ctrl-C may have cut `__init__` short; at the interpreter's end this module's names may be gone.
@@ -70,14 +70,12 @@ class SpawnPayload:
 
     def for_worker(self, worker_id: int) -> Any:
         """The object to start a worker's process with, for `take_arguments`."""
-        if self._method == "fork":
-            return self._make_arguments(worker_id)
         if self._taken and self._for_one:
             self._pickle()
         self._taken = True
-        arrays = Descriptor(self._arrays_fd) if self._arrays_fd >= 0 else None
+        arrays = self._arrays if self._arrays.fd >= 0 else None
         passed = list(map(Descriptor, self._passed))
-        return _Sent(worker_id, Descriptor(self._stream_fd), self._stream_nbytes, arrays, passed)
+        return _Sent(worker_id, self._stream, self._stream_nbytes, arrays, passed)
 
     def _pickle(self) -> None:
         arguments = self._make_arguments(0)  # each worker puts its own number in
@@ -128,7 +126,7 @@ class SpawnPayload:
 
     def _write(self, arguments: WorkerArguments, kind: Any) -> None:
         self.close()
-        self._stream_fd = os.memfd_create("shmloader-arguments")
+        self._stream = Descriptor(os.memfd_create("shmloader-arguments"))
         large: list[memoryview] = []
         # Whose objects take any buffer as their memory.
         owners = np.ndarray, getattr(sys.modules.get("pyarrow"), "Buffer", np.ndarray)
@@ -140,13 +138,13 @@ class SpawnPayload:
             large.append(buffer.raw())
             return False
 
-        with os.fdopen(self._stream_fd, "wb", closefd=False) as file:
+        with os.fdopen(self._stream.fd, "wb", closefd=False) as file:
             self._dump(arguments, kind, file, self._passed, goes_into_the_stream)
             self._stream_nbytes = self.pickled_nbytes = file.tell()
             places: list[_Place] = []
             if large:
-                self._arrays_fd = os.memfd_create("shmloader-arrays")
-                with os.fdopen(self._arrays_fd, "wb", closefd=False) as arrays:
+                self._arrays = Descriptor(os.memfd_create("shmloader-arrays"))
+                with os.fdopen(self._arrays.fd, "wb", closefd=False) as arrays:
                     for view in large:
                         begin = align(self.arrays_nbytes)
                         self.arrays_nbytes = begin + view.nbytes
@@ -181,10 +179,8 @@ class SpawnPayload:
 
     def close(self) -> None:
         """Close the files, once the processes have been given them."""
-        for fd in (self._stream_fd, self._arrays_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._stream_fd = self._arrays_fd = -1
+        self._stream.close()
+        self._arrays.close()
         self._passed.clear()
         self._for_one = self._taken = False
         self.arrays_nbytes = 0

@@ -28,8 +28,7 @@ from shmloader.torch_private import use_one_core_in_this_thread
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.links import ThreadLink, Wakeup
 from shmloader.worker.loop import Loop, WorkerArguments
-from shmloader.worker.names import name_worker
-from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live
+from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live, name_worker
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
@@ -107,7 +106,7 @@ class ThreadWorkers(BaseWorkers):
             return self._start(len(self.workers))
 
     def renew_datasets(self) -> None:
-        """Copy the dataset for each thread, which takes its copy when the next epoch begins."""
+        """Copy the dataset for each thread."""
         for worker in self.workers:
             worker.link.renew(_copy_dataset(self._make_arguments(worker.worker_id).dataset))
 

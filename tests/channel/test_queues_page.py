@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from robustness.processes import ENVIRONMENT
+from warm_python import warm_python
 
 PAGE = Path(__file__).parents[2] / "docs" / "queues.md"
 
@@ -22,7 +22,7 @@ def test_the_program_runs(tmp_path: Path, method: str) -> None:
         found[1].replace("multiprocessing.Process(", f"multiprocessing.get_context({method!r}).Process(")
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore:This process", str(program)],
+        [*warm_python(), "-W", "error", "-W", "ignore:This process", str(program)],
         capture_output=True,
         text=True,
         timeout=120,

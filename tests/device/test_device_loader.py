@@ -19,7 +19,7 @@ from warm_python import warm_python
 
 from shmloader import DataLoader, empty, errors, torch_private
 from shmloader.device import guard, pinned
-from shmloader.device.driver import open_driver
+from shmloader.device.driver import DriverError, open_driver
 from shmloader.errors import LoaderError
 from shmloader.exchange import delivery
 from shmloader.slots import Guard, PlaceTable
@@ -79,7 +79,6 @@ def driver(monkeypatch: pytest.MonkeyPatch):
 
     claim_an_accelerator(monkeypatch)
     monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
-    monkeypatch.setattr(delivery, "_tried", {0: "", 1: ""})
     monkeypatch.setattr(torch_private, "pin_memory", pin)
     monkeypatch.setattr(delivery, "to_device", move)
     yield scripted
@@ -87,6 +86,21 @@ def driver(monkeypatch: pytest.MonkeyPatch):
     assert scripted.violations == []
     assert scripted.registered == {}
     assert pinned.pinned_nbytes() == 0
+
+
+def test_a_driver_that_cannot_record_events_is_not_relied_on(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise DriverError("cuCtxRecordEvent failed", 801)
+
+    monkeypatch.setattr(driver, "record_all", fail)
+    monkeypatch.setattr(errors, "_said", set())
+    with DataLoader(torch.arange(8), batch_size=2, num_workers=1, pin_memory=True) as loader:
+        with pytest.warns(RuntimeWarning, match="no event can be recorded on device 0 .cuCtxRecordEvent"):
+            batches = list(loader)
+        assert torch.cat(batches).tolist() == list(range(8))
+        assert loader.statistics().pin_copies == 4
 
 
 def _some(driver: ScriptedDriver, chance: random.Random) -> None:
@@ -595,7 +609,6 @@ from shmloader.exchange import delivery
 patch = pytest.MonkeyPatch()
 claim_an_accelerator(patch)
 patch.setattr(delivery, "open_driver", lambda driver=ScriptedDriver(): driver)
-patch.setattr(delivery, "_tried", {0: ""})
 given = {"device": "cuda"} if "device" in sys.argv else {"pin_memory": True}
 loader = DataLoader(torch.arange(8), batch_size=2, num_workers=1, **given)
 for batch in loader:

@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
@@ -15,9 +15,10 @@ PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 def _run(program: str, folder: Path, *arguments: str) -> str:
     """What a program prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    command = [sys.executable, "-W", "error::RuntimeWarning"]
+    command = [*warm_python(), "-W", "error::RuntimeWarning"]
     if program == "several_ranks":
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        command += [*launcher, *warm_python()]
     command += [str(EXAMPLES / f"{program}.py"), *arguments]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -52,7 +53,7 @@ def test_the_language_model_resumes_where_it_stopped(tmp_path: Path) -> None:
 def test_the_cells_of_the_notebook_run(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=240)
+    subprocess.run([*warm_python(), "-c", code], cwd=tmp_path, check=True, timeout=240)
     assert [path.name for path in tmp_path.iterdir()] == ["batches.png"]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, TensorDataset
 
 import shmloader
@@ -39,6 +38,7 @@ def test_the_pages_program() -> None:
 @pytest.mark.parametrize("kind", [shmloader.DataLoader, DataLoader])
 def test_ranks_keep_their_places_apart(kind: Any, tmp_path: Path) -> None:
     """Torch's class too, under install; and the dataset is not in the checkpoint."""
+    import torch.distributed.checkpoint as dcp
 
     def make() -> Any:
         return kind(Heavy(), batch_size=4, num_workers=1)

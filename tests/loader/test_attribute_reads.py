@@ -71,6 +71,7 @@ def test_an_object_whose_dict_was_asked_for_is_seen() -> None:
     assert has_dict(dataset)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("calls_set_epoch", [False, True])
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(

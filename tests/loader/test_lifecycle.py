@@ -60,11 +60,12 @@ def test_a_dead_worker_raises_at_once_and_is_named(how: int) -> None:
 
 
 def test_a_dead_worker_is_noticed_while_another_process_holds_its_pipes() -> None:
-    began = time.monotonic()
+    dataset = DiesWithHeir(100)
     with pytest.raises(shmloader.WorkerDied, match="SIGKILL"):
-        list(DataLoader(DiesWithHeir(100), batch_size=4, num_workers=2))
-    assert time.monotonic() - began < 2.5  # its heir lives for 3 s
-    time.sleep(3.2)
+        list(DataLoader(dataset, batch_size=4, num_workers=2))
+    heir = psutil.Process(int(dataset.heir))
+    assert heir.is_running()
+    heir.kill()
 
 
 def test_a_dead_worker_ends_its_siblings_and_the_loader_can_be_used_again() -> None:
@@ -177,12 +178,12 @@ def test_a_with_block_closes_also_when_it_raises() -> None:
 
 
 def test_workers_are_ended_quickly_while_they_are_busy() -> None:
-    loader = DataLoader(Sleeps(64, 1.0), batch_size=1, num_workers=2, prefetch_factor=8)
+    loader = DataLoader(Sleeps(64, 60.0, at=2), batch_size=1, num_workers=2, prefetch_factor=8)
     iterator = iter(loader)
     next(iterator)
     began = time.monotonic()
     loader.close()
-    assert time.monotonic() - began < 6  # not the 16 outstanding samples' 8 s per worker
+    assert time.monotonic() - began < 40
 
 
 def test_an_exception_in_the_sampler_at_the_start_leaves_nothing() -> None:

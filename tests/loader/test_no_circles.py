@@ -71,6 +71,7 @@ WORKERS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("arguments", WORKERS, ids=str)
 @pytest.mark.parametrize("end", [finish, leave, two_epochs])
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from loading import Ends, Numbered
+from loading import Ends, Held, Numbered
 from robustness.processes import LONG
 from robustness.test_interrupt import interrupt_at
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -113,6 +113,7 @@ def loader_of(dataset: Any, seed: int = 3, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **{"batch_size": 3, "num_workers": 2, "generator": generator} | options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("waits_for", [polled, in_asyncio])
 @pytest.mark.parametrize(
     "options",
@@ -154,11 +155,12 @@ def test_not_in_order_all_come_once() -> None:
 
 
 def test_a_batch_that_is_not_here_is_not_waited_for_and_not_taken() -> None:
-    with loader_of(Numbered(12, delay_s=0.2)) as loader:
-        iterator, began_s = iter(loader), time.monotonic()
+    dataset = Held(12)
+    with loader_of(dataset) as loader:
+        iterator = iter(loader)
         with pytest.raises(NotReady, match="fileno"):
             iterator.try_next()
-        assert time.monotonic() - began_s < 0.15
+        dataset.released.set()
         assert loader.state_dict()["batches"] == 0
         assert isinstance(NotReady(), BlockingIOError)
         assert [batch[0, 0].item() for batch in iterator] == [0, 3, 6, 9]
@@ -181,7 +183,7 @@ def test_try_next_and_next_may_be_mixed_and_the_state_follows() -> None:
 def test_an_interrupt_at_any_line_of_try_next_loses_nothing() -> None:
     """As of ``next()``: the epoch continues exactly, or says that it cannot, and the next one is exact."""
     whole = list(range(0, 48, 3))
-    for line in range(1, 1000, 2 if LONG else 9):
+    for line in range(1, 1000, 2 if LONG else 17):
         with loader_of(Numbered(48), persistent_workers=True, timeout=20) as loader:
             iterator = iter(loader)
             found = [next(iterator)[0, 0].item()]
@@ -219,15 +221,16 @@ def test_no_thread_stands_behind_it() -> None:
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
 def test_the_descriptor_rests_while_nothing_comes(worker_type: Any) -> None:
     """Else a program would spin."""
-    with loader_of(Numbered(24, delay_s=0.3), worker_type=worker_type) as loader:
+    dataset = Held(24)
+    with loader_of(dataset, worker_type=worker_type) as loader:
         iterator = iter(loader)
         iterator.fileno()
         for _ in range(3):
             with pytest.raises(NotReady):
                 iterator.try_next()
-        began_s = time.monotonic()
+        assert select.select([iterator], [], [], 0.2)[0] == []
+        dataset.released.set()
         assert select.select([iterator], [], [], DEADLINE_S)[0] == [iterator]
-        assert time.monotonic() - began_s > 0.2
 
 
 def test_many_quick_batches_of_threads_are_never_waited_for_in_vain() -> None:
@@ -329,16 +332,19 @@ def test_close_in_another_thread_wakes_whoever_waits(worker_type: Any) -> None:
 
 
 def test_a_thread_inside_next_is_not_waited_for() -> None:
-    with loader_of(Numbered(6, delay_s=0.3)) as loader:
+    dataset = Held(6)
+    with loader_of(dataset) as loader:
         iterator = iter(loader)
         found: list[torch.Tensor] = []
         inside = threading.Thread(target=lambda: found.append(next(iterator)))
         inside.start()
-        time.sleep(0.1)
-        began_s = time.monotonic()
-        with pytest.raises(NotReady, match="another thread"):
-            iterator.try_next()
-        assert time.monotonic() - began_s < 0.2
+        told = ""
+        while "another thread" not in told:  # it may not be inside yet
+            time.sleep(0.05)
+            with pytest.raises(NotReady) as raised:
+                iterator.try_next()
+            told = str(raised.value)
+        dataset.released.set()
         inside.join()
         assert found[0][0, 0] == 0
         assert next(iterator)[0, 0] == 3
@@ -449,8 +455,9 @@ def test_two_waits_for_one_iterator_are_refused() -> None:
 
 def test_the_time_until_a_batch_came_is_counted() -> None:
     with loader_of(Numbered(9, delay_s=0.05)) as loader, loader.profile() as profile:
+        began_s = time.monotonic()
         in_asyncio(loader)
-        assert 0.2 < loader.statistics().wait_for_workers_s < 2.0
+        assert 0.2 < loader.statistics().wait_for_workers_s < time.monotonic() - began_s
         report = profile.report()
         assert report.main["wait"].share > 0.8, report.main
 

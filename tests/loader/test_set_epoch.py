@@ -228,11 +228,13 @@ WAYS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("kind", "how"), WAYS)
 def test_workers_have_what_a_call_leaves(kind: Any, how: str, warm_helpers: None) -> None:
     compare(kind, how)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["fork", "thread"])
 @pytest.mark.parametrize("kind", [Counts, Slotted])
 @pytest.mark.parametrize("held", HELD)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
+from warm_python import warm_python
 
 import shmloader
 from shmloader.memory.limits import Headroom, memory_headroom
@@ -275,7 +276,7 @@ def test_the_fixture_is_the_function(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("pytest_plugins = ['shmloader.monitor.testing']", encoding="utf-8")
     code = "def test_it(check_growth):\n    check_growth([1, 2, 3, 4], 50_000_000, num_workers=1)\n"
     (tmp_path / "test_it.py").write_text(code, encoding="utf-8")
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    words = [*warm_python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "1 passed" in done.stdout, done.stdout
 
@@ -286,5 +287,5 @@ def test_loading_never_imports_the_monitor() -> None:
         "list(shmloader.DataLoader(list(range(8)), num_workers=1, multiprocessing_context='fork'))\n"
         "print([name for name in sys.modules if name.startswith('shmloader.monitor')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([*warm_python(), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -117,7 +117,7 @@ def loads(loader: str, method: str, before: str = "") -> str:
     return before + LOADS.replace("LOADER", loader).replace("METHOD", repr(method))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def test_a_loader_reports_the_owner_and_its_workers(program: Program, method: str) -> None:
     done = program.run(loads("torch.utils.data.DataLoader", method))
     assert done.stdout == "[[1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007]]\n", done.stderr

@@ -292,7 +292,7 @@ def collate_added_fn(batch, *, collate_fn_map=None):
     return torch.zeros(len(batch))
 """
 GATHERED = """
-from shmloader.sources.base import joins_by_default
+from shmloader.sources.gatherer import joins_by_default
 def in_a_worker():
     data = TensorDataset(torch.arange(8))
     return shmloader.why_per_sample(data) is None and joins_by_default(default_collate)

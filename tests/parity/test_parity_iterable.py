@@ -115,6 +115,7 @@ def test_streams_do_not_depend_on_the_start_method(start_method: str) -> None:
     assert_plays(play, start_method)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent": True}])
 @pytest.mark.parametrize("shuffle", [None, True, False])
 def test_iter_data_pipes_are_sharded_and_shuffled_as_by_torch(how: Any, shuffle: Any) -> None:

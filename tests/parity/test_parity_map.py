@@ -89,6 +89,7 @@ def _arguments(given: dict[str, Any], workers: int) -> tuple[Any, dict[str, Any]
     return dataset, given | {"num_workers": workers}
 
 
+@pytest.mark.each_value
 @WORKERS
 @pytest.mark.parametrize("name", GIVEN)
 def test_batches_are_torchs(name: str, workers: int) -> None:

@@ -85,6 +85,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("play", PLAYS)
 def test_draws_and_states_are_torchs(play: Play, how: str) -> None:
@@ -94,6 +95,7 @@ def test_draws_and_states_are_torchs(play: Play, how: str) -> None:
     assert_plays(lambda build: play(build, shuffle=True, **HOW[how]))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("play", [broken_off, created_early])
 def test_a_generator_of_the_callers_is_drawn_from_as_by_torch(play: Play, how: str) -> None:
@@ -111,6 +113,7 @@ def test_a_generator_of_the_callers_is_drawn_from_as_by_torch(play: Play, how: s
     assert_plays(with_generator)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("sampler", [EagerSampler, LazySampler])
 def test_samplers_that_draw_globally_leave_the_state_that_torch_leaves(sampler: type, how: str) -> None:

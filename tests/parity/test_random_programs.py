@@ -12,7 +12,7 @@ from forced_growth import grow_at
 
 from .run import descriptors_for_torch
 
-PROGRAMS = 3000 if os.environ.get("SHMLOADER_LONG") == "1" else 50
+PROGRAMS = 3000 if os.environ.get("SHMLOADER_LONG") == "1" else 30
 AT_ONCE = 10
 
 

@@ -162,16 +162,16 @@ def test_a_callback_gets_scalars_and_its_time_counts_nowhere() -> None:
 
     def track(report: ProfileReport) -> None:
         told.append(report.scalars())
-        time.sleep(0.05)
+        time.sleep(0.5)
 
-    with DataLoader(Numbered(160), 8, num_workers=1) as loader:
+    with DataLoader(Numbered(40), 8, num_workers=1) as loader:
         with loader.profile(every_s=0.001, callback=track) as profile:
             list(loader)
         report = profile.report()
     assert told
     assert told[-1]["batches_per_s"] > 0
     assert {"main/wait/share", "workers/fetch/p99_s"} <= told[-1].keys()
-    assert report.main["step"].most_s < 0.05
+    assert report.main["step"].most_s < 0.5
 
 
 def test_a_trace_shows_every_process(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 import shmloader
 
@@ -32,7 +33,7 @@ print("pyarrow" in sys.modules)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="workers are forked")
 def test_the_core_loads_without_the_store() -> None:
-    command = [sys.executable, "-c", PROGRAM, str(Path(shmloader.__file__).parent)]
+    command = [*warm_python(), "-c", PROGRAM, str(Path(shmloader.__file__).parent)]
     batches, error, arrow = subprocess.run(
         command, capture_output=True, text=True, check=True
     ).stdout.splitlines()

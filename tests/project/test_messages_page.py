@@ -123,5 +123,5 @@ def test_a_message_that_is_not_provoked_is_in_the_source(heading: str) -> None:
 def test_messages_lead_to_the_page() -> None:
     assert "(docs/messages.md)" in (REPOSITORY / "README.md").read_text(encoding="utf-8").split("\n## ")[0]
     package = Path(shmloader.__file__).parent
-    for module in ("workers/processes.py", "exchange/recovery.py", "memory/limits.py"):
+    for module in ("workers/deaths.py", "exchange/recovery.py", "memory/limits.py"):
         assert "docs/messages.md" in (package / module).read_text(encoding="utf-8")

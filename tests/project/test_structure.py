@@ -7,14 +7,14 @@ Whoever lowers one of them lowers its ceiling here. The commands that print what
 import ast
 import re
 import subprocess
-import sys
 
 import foreign_writes
 import pytest
 import traced_files
+from warm_python import warm_python
 
-WRITES = 45
-BATCH_FILES, ITER_FILES = 22, 35
+WRITES = 40
+BATCH_FILES, ITER_FILES = 22, 32
 
 PLANTED = """
 class Owner:
@@ -60,7 +60,7 @@ def test_planted_writes_are_found() -> None:
 @pytest.fixture(scope="module")
 def traced() -> traced_files.Traced:
     """The files that are entered in a program of its own: here objects of other tests may end meanwhile."""
-    out = subprocess.check_output([sys.executable, traced_files.__file__], text=True)
+    out = subprocess.check_output([*warm_python(), traced_files.__file__], text=True)
     listed = re.findall(r"^\w+: \d+ files\n((?: +.*\n)*)", out, re.MULTILINE)
     return traced_files.Traced(*(set(names.split()) for names in listed[:3]))
 

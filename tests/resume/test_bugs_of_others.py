@@ -68,6 +68,7 @@ def test_the_state_after_a_break_is_the_place_of_the_break(options: dict[str, An
         assert second != expected
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("epoch", [0, 2])
 @pytest.mark.parametrize("taken", [0, 3, 10, None])
 @pytest.mark.parametrize("prefetch_epochs", [False, True])

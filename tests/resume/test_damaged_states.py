@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resume_datasets import OwnGenerator, Plain, Stateful
+from robustness.processes import LONG
 from stream_datasets import ByShard, Numbers, identity
 from stream_datasets import Stateful as StatefulStream
 
@@ -95,7 +96,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if LONG else 20, deadline=None)
 @given(data=st.data())
 def test_a_damaged_state_is_refused(kind: str, data: st.DataObject) -> None:
     """The checksum covers each key and each part of its value."""

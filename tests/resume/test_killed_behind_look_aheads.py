@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 PROGRAM = Path(__file__).parents[1] / "killed_hand_made.py"
 KILLS = 250 if os.environ.get("SHMLOADER_LONG") == "1" else 12
@@ -16,8 +16,7 @@ KILLS = 250 if os.environ.get("SHMLOADER_LONG") == "1" else 12
 @pytest.mark.timeout(3600)
 def test_programs_that_were_killed_go_on_with_the_batch_after_the_last_checkpoint(tmp_path: Path) -> None:
     """With threads for an epoch and for all epochs, in the same thread, and eager; one worker or two."""
-    command = [sys.executable, str(PROGRAM), str(tmp_path / "programs"), str(KILLS), "1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    command = [*warm_python(), str(PROGRAM), str(tmp_path / "programs"), str(KILLS), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "all as undisturbed" in done.stdout

@@ -18,7 +18,7 @@ from stream_datasets import identity
 from shmloader import DataLoader, Mixture, MixtureSampler, ResumeError, TokenBatchSampler
 
 State = dict[str, Any]
-PROGRAMS = 500 if LONG else 40
+PROGRAMS = 500 if LONG else 20
 SIZES = {"web": 400, "code": 90, "math": 17}
 MIXTURE = Mixture({name: range(size) for name, size in SIZES.items()})
 LENGTHS = np.random.default_rng(3).integers(1, 60, 500)

@@ -72,7 +72,7 @@ def kill_after(path: Path, lines: int) -> list[str]:
     return printed
 
 
-@pytest.mark.parametrize("workers", [[2, 0, 1], [0, 2, 2]], ids=str)
+@pytest.mark.parametrize("workers", [pytest.param([2, 0, 1], marks=pytest.mark.long), [0, 2, 2]], ids=str)
 def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[int], tmp_path: Path) -> None:
     """Killed in the first epoch and in the second; each run has another number of workers.
 
@@ -153,7 +153,7 @@ def run_ranks(path: Path, ranks: int, batch_size: int, kill_after: int | None = 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [*command, "--log-dir", str(logs), "--redirects", "1", path.name],
+            [*command, "--log-dir", str(logs), "--redirects", "1", "--no-python", *warm_python(), path.name],
             cwd=path.parent,
             env=os.environ | {"BATCH_SIZE": str(batch_size), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,

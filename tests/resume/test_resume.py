@@ -265,6 +265,7 @@ def test_a_program_that_comes_to_the_same_line_ends_as_the_uninterrupted_one() -
                 assert_same(Rest([list(loader), list(loader)], torch.get_rng_state()), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])

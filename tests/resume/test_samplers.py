@@ -142,6 +142,7 @@ class AtOnce(OwnGenerator):
         return iter(torch.randperm(self.length, generator=self.generator).view(-1, 4).tolist())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drawn_from", ["a generator of its own", "the loader's", "torch's global one"])
 @pytest.mark.parametrize("epochs_before", [0, 1])
 @pytest.mark.parametrize("taken", [0, 1, 10])
@@ -173,6 +174,7 @@ def test_a_sampler_that_draws_at_once_goes_on(drawn_from: str, epochs_before: in
         assert values(other) == rest[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("epochs_before", [0, 1])
 @pytest.mark.parametrize("taken", [0, 1, 5, None])
@@ -228,6 +230,7 @@ class SeedInState(Sampler[int]):
         self.drawn, self.position = state["drawn"], state["position"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("workers", "told"), [(0, 40), (2, 40), (2, 44), (2, 8)])
 @pytest.mark.parametrize("taken", [1, 2, 9, 10])
 def test_a_seed_that_only_a_samplers_state_has_is_not_drawn_again(

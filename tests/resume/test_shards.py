@@ -61,6 +61,7 @@ WAYS: dict[str, IterableDataset[int]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("dataset", WAYS.values(), ids=WAYS)
 def test_each_item_comes_exactly_once_over_ranks_and_workers(

@@ -25,6 +25,7 @@ def shuffled(length: int) -> Any:
     return IterableWrapper(range(length)).shuffle(buffer_size=6).sharding_filter()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("make_dataset", "workers"), [(Draws, 1), (Draws, 2), (shuffled, 0), (shuffled, 1), (shuffled, 2)]
 )

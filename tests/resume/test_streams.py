@@ -73,6 +73,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) -> None:
@@ -85,6 +86,7 @@ def test_the_rest_comes_from_every_place(make: Callable[[], Any], workers: int) 
         assert numbers(rest_after(loader_of(make(), **given), state)) == whole[stop:], stop
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard", [None, "auto"])
 @pytest.mark.parametrize("kind", [Stateful, WithStatefulIterator])
 @pytest.mark.parametrize(("asked", "kept"), [(True, 6), (False, 3)], ids=["asked before", "not asked before"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from warm_python import warm_python
 
 TESTS = Path(__file__).absolute().parents[1]
 
@@ -34,11 +35,10 @@ def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str,
         code: The program, with any indentation.
         arguments: Its ``sys.argv[1:]``.
         timeout_s: Most seconds it may take.
-        wrap: A command that runs the program, such as ``("prlimit", "--nofile=64")``.
+        wrap: A command that runs the program in an interpreter of its own, as ``("prlimit", "--nofile=64")``.
     """
     command = [
-        *wrap,
-        sys.executable,
+        *((*wrap, sys.executable) if wrap else warm_python()),
         "-W",
         "error",
         "-W",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from warm_python import warm_python
 
 from robustness.processes import ENVIRONMENT, wait_gone, workers_of
 
 PROGRAM = """
-    import json, signal, sys
+    import json, os, signal, sys
     from pathlib import Path
     from loading import Numbered
     from shmloader import DataLoader
@@ -25,6 +25,7 @@ PROGRAM = """
 
     def main():
         method, handles, path = sys.argv[1:]
+        os.setsid()  # a process group of its own
         asked = []
         if handles != "does not":
             signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
@@ -38,7 +39,7 @@ PROGRAM = """
         for number, batch in enumerate(loader, len(seen)):
             seen.append(batch[0, 0].item())
             if number == 5:
-                print("ready", flush=True)
+                print("ready", os.getpid(), flush=True)
             if len(seen) % STEP == 0 and (asked or (len(seen) == 100 and handles != "all")):
                 path.write_text(json.dumps({"loader": loader.state_dict(), "seen": seen}))
                 print("saved", len(seen), flush=True)
@@ -50,28 +51,29 @@ PROGRAM = """
 
 
 def start(method: str, handles: str, path: Path, grace_s: str = "") -> subprocess.Popen[str]:
-    """Start the program in a process group of its own; returns when it has batches."""
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), method, handles, str(path)]
+    command = [*warm_python(), "-c", textwrap.dedent(PROGRAM), method, handles, str(path)]
     environment = ENVIRONMENT | {"SHMLOADER_SIGTERM_GRACE_S": grace_s}
     ends = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, env=environment, start_new_session=True, text=True, **ends)
+    return subprocess.Popen(command, env=environment, text=True, **ends)
 
 
-def family_of(program: subprocess.Popen[str]) -> list[psutil.Process]:
+def family_of(program: subprocess.Popen[str]) -> tuple[int, list[psutil.Process]]:
+    """The program's pid, and its workers, as soon as it has batches."""
     assert program.stdout is not None
-    assert program.stdout.readline() == "ready\n", program.communicate()
-    family = workers_of(program.pid)
+    word, _, pid = program.stdout.readline().partition(" ")
+    assert word == "ready", program.communicate()
+    family = workers_of(int(pid))
     assert len(family) >= 2
-    return family
+    return int(pid), family
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_go_on_until_the_program_has_saved_its_state(method: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.json"
     program = start(method, "handles", path)
-    family = family_of(program)
+    pid, family = family_of(program)
     for _ in range(3):  # some senders do it again
-        os.killpg(program.pid, signal.SIGTERM)
+        os.killpg(pid, signal.SIGTERM)
     out, error = program.communicate(timeout=60)
     assert (program.returncode, error) == (0, "")
     assert out.startswith("saved ")
@@ -85,7 +87,7 @@ def test_workers_go_on_until_the_program_has_saved_its_state(method: str, tmp_pa
 def test_workers_end_after_the_grace(tmp_path: Path) -> None:
     """The signal went to them alone. The program has not heard of it, and its error says how they ended."""
     program = start("fork", "all", tmp_path / "checkpoint.json", "1")
-    family = family_of(program)
+    _, family = family_of(program)
     began_s = time.monotonic()
     for worker in family:
         worker.terminate()
@@ -99,7 +101,7 @@ def test_workers_end_after_the_grace(tmp_path: Path) -> None:
 
 def test_without_a_handler_all_end_at_once(tmp_path: Path) -> None:
     program = start("fork", "does not", tmp_path / "checkpoint.json")
-    family = family_of(program)
+    _, family = family_of(program)
     family[0].terminate()
     _, error = program.communicate(timeout=60)
     assert "killed by signal: Terminated" in error
@@ -114,11 +116,12 @@ def test_the_main_process_still_ends_a_worker_that_hangs(tmp_path: Path) -> None
         from loading import Numbered
 
         from shmloader import DataLoader
+        from shmloader.torch_private import worker_pids
 
         assert torch.get_num_threads()
         loader = DataLoader(Numbered(8, delay_s=60.0), num_workers=2)
         iterator = iter(loader)
-        family = [psutil.Process(pid) for pid in iterator.pids]
+        family = [psutil.Process(pid) for pid in worker_pids(iterator)]
         time.sleep(0.3)  # they are past their start
         began_s = time.monotonic()
         iterator._all_workers.close(grace_s=0.0)

@@ -150,7 +150,7 @@ def kill_while_being_started(method: str, ballast_nbytes: int) -> tuple[BaseExce
     killed: list[tuple[psutil.Process, float]] = []
 
     def kill() -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 90  # the loader has samples for 100 s
         while not killed and time.monotonic() < deadline:
             for process in set(me.children(recursive=True)) - before:
                 if not is_helper(process):

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -26,6 +25,7 @@ from serving_programs import (
     served_by_thread,
     wait_until,
 )
+from warm_python import warm_python
 
 import shmloader
 from shmloader.memory.private_pages import PrivatePages
@@ -69,7 +69,7 @@ def test_each_reader_gets_each_batch_as_a_program_of_its_own(options: dict[str, 
         other.close()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def test_it_works_under_every_start_method(method: str) -> None:
     make = functools.partial(numbers, multiprocessing_context=method)
     expected = epochs_of(make(), 1)
@@ -365,7 +365,7 @@ def test_plain_loading_imports_nothing_of_it() -> None:
         "print([name for name in sys.modules if 'serving' in name])\n"
         "print(shmloader.serve.__module__)"
     )
-    out = subprocess.check_output([sys.executable, "-c", code], text=True)
+    out = subprocess.check_output([*warm_python(), "-c", code], text=True)
     assert out.split("\n")[:2] == ["[]", "shmloader.serving.server"]
 
 

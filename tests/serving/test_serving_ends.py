@@ -248,7 +248,7 @@ def test_ranks_of_another_run_under_torchrun_are_refused() -> None:
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "b", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     with served_by_thread(numbers(0), readers=1, job="a") as name:
         for job, expected in (("", "in another run (job a) than this one (torchrun b"), ("a", "attached")):
-            command = [sys.executable, "-c", code, name, job]
+            command = [sys.executable, "-c", code, name, job]  # its first environment counts
             assert expected in subprocess.check_output(command, text=True, env=environment)
 
 

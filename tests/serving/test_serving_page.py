@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from serving_programs import WAIT_S, new_name
+from warm_python import warm_python
 
 import shmloader
 from shmloader.cli.serve import load
@@ -29,8 +30,8 @@ def folder(tmp_path: Path) -> tuple[Path, str]:
     return tmp_path, name
 
 
-def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, *words]
+def run(*words: str, cwd: Path, head: list[str] | None = None) -> subprocess.Popen[str]:
+    command = [*(head or warm_python()), *words]
     return subprocess.Popen(command, cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -51,7 +52,8 @@ def test_the_pages_programs_read_the_same_batches(way: str, folder: tuple[Path, 
 
 def test_the_command_ends_by_ctrl_c_and_says_what_it_does(folder: tuple[Path, str]) -> None:
     path, name = folder
-    with run("-m", "shmloader", "serve", "dataset.py:make_loader", "--name", name, cwd=path) as program:
+    words = ["-m", "shmloader", "serve", "dataset.py:make_loader", "--name", name]
+    with run(*words, cwd=path, head=[sys.executable]) as program:
         with shmloader.attach(name, timeout_s=WAIT_S) as reader:
             assert len(list(reader)) == 4
             os.kill(program.pid, signal.SIGINT)

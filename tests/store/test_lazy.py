@@ -135,7 +135,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         {},
         {"num_workers": 2},
         {"num_workers": 2, "worker_type": "thread"},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},
+        pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.long),
         {"num_workers": 1, "multiprocessing_context": "forkserver"},
     ],
     ids=str,
@@ -291,8 +291,10 @@ def blocking_s(client: Any, path: str) -> float:
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_an_object_store_is_read_by_several_requests_at_once(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_an_object_store_is_read_by_several_requests_at_once(
+    tmp_path: Path, method: str, warm_helpers: None
+) -> None:
     """Arrow's client of S3, which this process has used before the workers start."""
     (tmp_path / "a").mkdir()
     write_columns(tmp_path / "a" / "0.parquet", 2400, 100)

@@ -103,6 +103,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["r", "c", "r+"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_are_the_same_in_the_worker(view: str, mode: Any, file: Path, warm_helpers: None) -> None:

@@ -72,9 +72,9 @@ def find_all(shared: Any, found: Any) -> None:
     found.put([shared[key] for key in KEYS + WITHOUT_HASH])
 
 
-def test_keys_are_found_in_a_process_that_was_spawned() -> None:
+def test_keys_are_found_in_a_process_of_another_interpreter(warm_helpers: None) -> None:
     shared = share({key: number for number, key in enumerate(KEYS + WITHOUT_HASH)})
-    context = multiprocessing.get_context("spawn")  # it hashes texts in another way
+    context = multiprocessing.get_context("forkserver")  # it hashes texts in another way
     found: Any = context.SimpleQueue()
     process = context.Process(target=find_all, args=(shared, found))
     process.start()

@@ -192,7 +192,7 @@ def test_a_field_is_a_column_also_where_keys_are_in_another_order(stream: bool, 
     assert orders_of([chosen[7], chosen[8], chosen[200]]) == fields
 
 
-@pytest.mark.parametrize("names", [3, 40, 70])
+@pytest.mark.parametrize("names", [3, pytest.param(40, marks=pytest.mark.long), 70])
 def test_rows_with_keys_in_any_orders_come_back(names: int) -> None:
     random = np.random.default_rng(0)
     rows = [{f"k{k}": int(k) for k in random.permutation(names)[: n % names + 1]} for n in range(200)]

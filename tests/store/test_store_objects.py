@@ -105,6 +105,7 @@ def test_an_object_with_a_del_and_its_copy_end_at_exit(tmp_path: Path) -> None:
         "    def __del__(self): print(type(self.texts).__name__)\n"
         "shared = shmloader.share(Ends())\n"
     )
+    # An interpreter of its own: a warm program does not collect at its end what the template had.
     out = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert (sorted(out.stdout.split()), out.stderr) == (["RowStore", "list"], "")
 

@@ -196,8 +196,8 @@ class Views(torch.utils.data.Dataset[Any]):
         return self.view, self.view[index]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_read_views_and_send_lists(method: str) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_read_views_and_send_lists(method: str, warm_helpers: None) -> None:
     view = shmloader.share([RECORDS] * 2)[1]
     context = multiprocessing.get_context(method)
     loader = shmloader.DataLoader(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+from warm_python import warm_python
 
 PROGRAM = """
 import gc
@@ -28,6 +29,6 @@ print(sum(len(types_in(schema.field(0).type)) for schema in schemas))
 
 def test_many_types_are_looked_at_in_one_process() -> None:
     """In a program of its own, as it would end with a segmentation fault."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run([*warm_python(), "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert int(done.stdout) % 150 == 0

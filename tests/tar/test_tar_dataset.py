@@ -108,11 +108,13 @@ def test_images_are_arrays(tmp_path: Path) -> None:
         {},
         {"num_workers": 2},
         {"num_workers": 1, "worker_type": "thread"},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},
+        {"num_workers": 1, "multiprocessing_context": "forkserver"},
     ],
     ids=str,
 )
-def test_loaders_shuffle_divide_and_resume_archives(tmp_path: Path, arguments: Any) -> None:
+def test_loaders_shuffle_divide_and_resume_archives(
+    tmp_path: Path, arguments: Any, warm_helpers: None
+) -> None:
     dataset = TarDataset([write(tmp_path / f"{n}.tar", members_of(20, 20 * n)) for n in range(2)])
     dataset[0]  # so that an archive is open
     seen = []

@@ -6,8 +6,10 @@ template forks the program and gives it the client's arguments, folder, environm
 program is the main module anew, and ends as one does: with exception hooks, ``atexit`` and its exit status,
 which is the client's too. If the client is killed, so is the program.
 
-Use `sys.executable` where a test sends the program other signals, limits it, or sets what an interpreter or a
-library reads once (``PYTHONHASHSEED``, ``OMP_NUM_THREADS``, ``MALLOC_ARENA_MAX``).
+Use `sys.executable` where a test sends the program other signals, limits it, sets what an interpreter or a
+library reads once (``PYTHONHASHSEED``, ``OMP_NUM_THREADS``, ``MALLOC_ARENA_MAX``; /proc/PID/environ is the
+template's), or asserts what is collected when the interpreter ends. A program that is sent signals may print
+its pid, and call ``os.setsid()`` if they go to its group.
 """
 
 import atexit

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from robustness.processes import ENVIRONMENT
 from setup_datasets import FailsToSetUp, FailsToTearDown, Forks, Opens, Streams, by_worker, calls, note
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
+from warm_python import warm_python
 
 from shmloader import DataLoader
 
@@ -92,16 +92,17 @@ def test_a_restarted_worker_sets_up_again(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from setup_datasets import Opens
 from shmloader import DataLoader
 if __name__ == "__main__":
+    os.setsid()  # a process group of its own
     signal.signal(signal.SIGINT, signal.default_int_handler)
     loader = DataLoader(Opens(Path(sys.argv[1])), 2, num_workers=2, multiprocessing_context=sys.argv[2])
     for number, _ in enumerate(loader):
         if number == 1:  # both workers have begun
-            print("ready", flush=True)
+            print(os.getpid(), flush=True)
             while True:  # in steps: a signal just before a long sleep is seen after it
                 time.sleep(0.05)
 """
@@ -109,11 +110,10 @@ if __name__ == "__main__":
 
 def test_ctrl_c_tears_down(start_method: str, tmp_path: Path) -> None:
     """It reaches the workers too, which leave it to the main process."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), start_method]
+    command = [*warm_python(), "-c", PROGRAM, str(tmp_path), start_method]
     ends = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **ends) as program:
-        assert program.stdout.readline() == "ready\n"
-        os.killpg(program.pid, signal.SIGINT)
+    with subprocess.Popen(command, env=ENVIRONMENT, **ends) as program:
+        os.killpg(int(program.stdout.readline()), signal.SIGINT)
         _, errors = program.communicate(timeout=60)
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
@@ -148,7 +148,7 @@ from setup_datasets import FailsToTearDown
 from shmloader import DataLoader
 assert len(list(DataLoader(FailsToTearDown(Path({str(tmp_path)!r})), 4, num_workers=2))) == 6
 """
-    command = [sys.executable, "-c", program]
+    command = [*warm_python(), "-c", program]
     result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
     assert result.stderr.count("FailsToTearDown.worker_teardown() failed in process ") == 2
     assert result.stderr.count("ConnectionError: the server has gone") == 2

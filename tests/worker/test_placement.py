@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import threading
@@ -23,7 +24,7 @@ from torch.utils.data import Dataset
 import shmloader
 from shmloader.worker.placed_calls import CALLS
 
-PROGRAMS = 2000 if os.environ.get("SHMLOADER_LONG") else 40
+PROGRAMS = 2000 if os.environ.get("SHMLOADER_LONG") else 20
 
 
 @pytest.mark.parametrize("first", range(0, PROGRAMS, 20))
@@ -287,6 +288,7 @@ RESIZING = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("at", "kept"), [(5, False), (5, True), (9, True)])
 @pytest.mark.parametrize("way", RESIZING)
 def test_a_placed_result_can_be_resized(way: str, at: int, kept: bool) -> None:
@@ -394,13 +396,14 @@ def test_deterministic_algorithms_fill_empty_memory() -> None:
     assert all(batch.isnan().all() for batch in load(empty)[0])
 
 
-@torch.compile(backend="eager", fullgraph=True)
-def stack_and_add(rows: list[torch.Tensor]) -> Any:
-    return torch.stack(rows) + 1
+@functools.cache
+def stack_and_add() -> Any:
+    """Made when first asked for: it imports the compiler, in seconds."""
+    return torch.compile(lambda rows: torch.stack(rows) + 1, backend="eager", fullgraph=True)
 
 
 def compiled_before(rows: list[torch.Tensor]) -> Any:
-    return torch.stack(rows), stack_and_add(rows)
+    return torch.stack(rows), stack_and_add()(rows)
 
 
 def compiled(rows: list[torch.Tensor]) -> Any:
@@ -424,6 +427,7 @@ def scripted(rows: list[torch.Tensor]) -> Any:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("collate", [compiled, compiled_before, traced, scripted])
 def test_compiled_and_traced_functions_are_torchs(collate: Any) -> None:
+    stack_and_add()
     batches, _ = load(collate)
     assert_same(batches, [collate([Rows()[32 * n + i] for i in range(32)]) for n in range(10)])
 

@@ -103,13 +103,14 @@ def test_order_and_draws_are_those_of_an_undrained_run(options: dict[str, Any]) 
     """In two epochs, of which the first is left early where workers persist."""
     kind, read = options.pop("dataset", Leaking), options.pop("read", iter)
     runs = []
+    samples, first = (300, 120) if LONG else (120, 45)
     for leak_nbytes, limit in ((0, None), (LEAK_NBYTES, LIMIT_NBYTES)):
         found = []
-        with loader_of(kind(300, leak_nbytes), limit, **SMALL, **options) as loader:
+        with loader_of(kind(samples, leak_nbytes), limit, **SMALL, **options) as loader:
             for epoch in range(2):
                 loader.set_epoch(epoch)
                 short = options.get("persistent_workers") and not epoch
-                found.append(values(itertools.islice(read(loader), 120 if short else None)))
+                found.append(values(itertools.islice(read(loader), first if short else None)))
             runs.append(found)
             renewed = loader.statistics().workers_renewed
     assert runs[0] == runs[1]
@@ -160,8 +161,9 @@ def test_a_worker_that_is_killed_as_it_hands_over(tmp_path: Path) -> None:
 def test_kills_at_random_moments_lose_no_batch() -> None:
     """Of workers that are replaced all the time."""
     chance = random.Random(2)
-    order = [batch["index"] for batch in values(loader_of(Leaking(800), None))]
-    with loader_of(Leaking(800, 4 << 20), worker_restarts=100) as loader:
+    samples = 800 if LONG else 400
+    order = [batch["index"] for batch in values(loader_of(Leaking(samples), None))]
+    with loader_of(Leaking(samples, 4 << 20), worker_restarts=100) as loader:
         found = []
         for number, batch in enumerate(loader):
             found.append(batch["index"].tolist())
@@ -172,7 +174,7 @@ def test_kills_at_random_moments_lose_no_batch() -> None:
 
 
 def test_closing_meanwhile_leaves_nothing() -> None:
-    for batches in (30, 40, 50, 60, 70):
+    for batches in (30, 40, 50, 60, 70) if LONG else (40, 60):
         loader = loader_of(Leaking(400, LEAK_NBYTES))
         for _ in itertools.islice(loader, batches):
             pass

@@ -56,7 +56,6 @@ def test_a_worker_in_anothers_place_is_given_the_dataset_as_it_is_then(
     assert dataset.pickles == 2
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"], indirect=True)
 def test_handles_inside_a_dataset_reach_every_worker(start_method: str) -> None:
     context = multiprocessing.get_context(start_method)
     dataset = HoldsHandles(8, context)

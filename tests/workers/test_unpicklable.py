@@ -150,7 +150,9 @@ def test_what_a_dataset_raises_itself_is_raised() -> None:
     assert " dataset is a test_unpicklable.RefusesItself, which pickle refuses." in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"], indirect=True)
+@pytest.mark.parametrize(
+    "start_method", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"], indirect=True
+)
 def test_with_cloudpickle_lambdas_and_local_classes_work(start_method: str) -> None:
     pytest.importorskip("cloudpickle")
     factor = 3
@@ -173,14 +175,14 @@ def test_with_cloudpickle_lambdas_and_local_classes_work(start_method: str) -> N
     assert batches == [[1 - 3 * index, 1 - 3 * (index + 1)] for index in range(0, 8, 2)]
 
 
-def test_handles_and_large_arrays_travel_as_they_do_without_a_lambda() -> None:
+def test_handles_and_large_arrays_travel_as_they_do_without_a_lambda(warm_helpers: None) -> None:
     pytest.importorskip("cloudpickle")
     import multiprocessing
 
     import numpy as np
     from startup_datasets import HoldsHandles, memory_files
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     dataset = HoldsHandles(8, context)
     dataset.event.set()
     dataset.rows = np.arange(100_000)

@@ -1,5 +1,6 @@
 """Workers have names in ``ps`` and ``top``, under every start method and as threads."""
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -15,7 +16,11 @@ def _names() -> list[str]:
     folder = Path(f"/proc/{os.getpid()}/task")
     own = str(threading.get_native_id())
     threads = sorted((one.name for one in folder.iterdir()), key=lambda number: number != own)
-    return [(folder / number / "comm").read_text().rstrip("\n") for number in threads]
+    found = []
+    for number in threads:
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found.append((folder / number / "comm").read_text().rstrip("\n"))
+    return found
 
 
 class Pictures(Dataset):

@@ -92,18 +92,15 @@ def register() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"available": False}
     from shmloader.device.driver import CudaDriver, DriverError, open_driver
-    from shmloader.device.trial import why_unusable
     from shmloader.memory import Segment
 
     answer: dict[str, Any] = {"available": True, "device": torch.cuda.get_device_name(), "registered": False}
     driver = open_driver()
     if not isinstance(driver, CudaDriver):
         return answer | {"error": str(driver), "refused": False}
-    if why := why_unusable(driver, driver.home()):  # as loaders find out
-        return answer | {"error": why, "refused": False}
     segment = Segment()
     extent = segment.map(0, segment.reserve(0, 0, TRIED_NBYTES))
-    source = torch.frombuffer(extent.view, dtype=torch.uint8)
+    source = torch.frombuffer(extent.view, dtype=torch.uint8).random_()
     target = torch.empty(TRIED_NBYTES, dtype=torch.uint8, device="cuda")
     began_s = time.perf_counter()
     try:
@@ -120,6 +117,8 @@ def register() -> dict[str, Any]:
         torch.cuda.synchronize()
         copies_s.append(time.perf_counter() - began_s)
     answer["copy_s"] = statistics.median(copies_s)
+    if not torch.equal(target.cpu(), source):
+        answer |= {"registered": False, "error": "bytes arrived changed on the device", "refused": False}
     driver.unregister(extent.address)
     segment.close()
     return answer
