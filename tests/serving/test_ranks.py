@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class Ranks:
             pipe.send(program(rank, *given))
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
+            traceback.print_exc()
         if pipe.poll(WAIT_S):
             pipe.recv()
 
@@ -158,7 +160,9 @@ def states(rank: int, state: Any) -> Any:
 def test_each_rank_has_the_state_of_its_place_and_all_go_on_from_one() -> None:
     alone = numbers(seed_per_sample=True)
     expected = [plain(batch) for batch in alone]
-    (first, state), (second, later) = outcomes(states, None)
+    results = outcomes(states, None)
+    assert all(type(result) is tuple for result in results), results
+    (first, state), (second, later) = results
     assert (first, second) == (expected[:3], expected[:4])
     assert (state["batches"], later["batches"]) == (3, 4)
     (first, _), (second, after) = outcomes(states, later)
