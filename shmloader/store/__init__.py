@@ -81,22 +81,18 @@ _Object = TypeVar("_Object")
 
 # What type checkers see. They cannot know that a container of few large containers stays one of its kind.
 @overload
-def share(data: _Array, *, copy: bool = False, progress: bool | None = None) -> _Array: ...
+def share(data: _Array, *, copy: bool = False) -> _Array: ...
 @overload
-def share(data: torch.Tensor, *, copy: bool = False, progress: bool | None = None) -> torch.Tensor: ...
+def share(data: torch.Tensor, *, copy: bool = False) -> torch.Tensor: ...
 @overload
-def share(
-    data: Sequence[_Row] | Iterator[_Row], *, copy: bool = False, progress: bool | None = None
-) -> Store[_Row]: ...
+def share(data: Sequence[_Row] | Iterator[_Row], *, copy: bool = False) -> Store[_Row]: ...
 @overload
-def share(
-    data: Mapping[_Key, _Value], *, copy: bool = False, progress: bool | None = None
-) -> MappingStore[_Key, _Value]: ...
+def share(data: Mapping[_Key, _Value], *, copy: bool = False) -> MappingStore[_Key, _Value]: ...
 @overload
-def share(data: AbstractSet[_Row], *, copy: bool = False, progress: bool | None = None) -> SetStore[_Row]: ...
+def share(data: AbstractSet[_Row], *, copy: bool = False) -> SetStore[_Row]: ...
 @overload
-def share(data: _Object, *, copy: bool = False, progress: bool | None = None) -> _Object: ...
-def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any:
+def share(data: _Object, *, copy: bool = False) -> _Object: ...
+def share(data: Any, *, copy: bool = False) -> Any:
     """Put data into memory that all processes of this host share, once and read-only.
 
     Call it in the main process, before the loader is made. Under fork workers inherit the memory; under
@@ -131,8 +127,6 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
         copy: Whether arrays and tensors that are read from rows are private copies, for samples that are
             changed in place. By default they are views: read-only arrays, and tensors to which a write stays
             in the process.
-        progress: Whether to show a progress bar; None shows one if sharing takes long and stderr is a
-            terminal or a notebook.
 
     Returns:
         The shared form of ``data``; ``data`` itself if it is shared already, or nothing in it is large.
@@ -148,7 +142,7 @@ def share(data: Any, *, copy: bool = False, progress: bool | None = None) -> Any
     """
     from shmloader.store.attributes import share_graph  # imports pyarrow
 
-    return share_graph(data, copy=copy, progress=progress)
+    return share_graph(data, copy=copy)
 
 
 def unshare(data: Any) -> Any:
@@ -178,6 +172,7 @@ def open_store(
     lazy: bool = False,
     cache_nbytes: int | None = None,
     filesystem: Any = None,
+    verify: bool | None = None,
 ) -> Store:
     """Open files as a store, read-only.
 
@@ -205,6 +200,9 @@ def open_store(
         filesystem: With ``lazy``: the file system of the paths, a ``pyarrow.fs.FileSystem`` or one of
             fsspec's. None: the local one, or for URLs (``s3://``, ``gs://``, ``https://``) that which Arrow
             or fsspec has for them.
+        verify: Whether to compare local files with the checksums that ``save`` wrote, which reads each as a
+            whole, about 1 s for a gigabyte. None: only Parquet that is unpacked now, and other files if all
+            of them take 64 MiB at most. With True a file without checksums is an error.
 
     Returns:
         The store. The rows of a table are dicts. Where a mapping or a set was saved, it is a `MappingStore`
@@ -213,19 +211,19 @@ def open_store(
     Raises:
         FileNotFoundError: If there is no such file.
         TypeError: If ``columns`` is one name instead of a list of names.
-        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), or damaged; if the
-            files differ in their columns; if it has pickled values that were not allowed, with their names,
-            or values of a class whose module is not loaded.
+        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), or damaged, or is not
+            what its checksums say; if the files differ in their columns; if it has pickled values that were
+            not allowed, with their names, or values of a class whose module is not loaded.
         KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """
     if lazy:
         from shmloader.store import lazy as lazily  # imports pyarrow
 
-        return lazily.open_lazily(path, columns, allow_pickle, cache_nbytes, filesystem)
+        return lazily.open_lazily(path, columns, allow_pickle, cache_nbytes, filesystem, verify)
     if cache_nbytes is not None or filesystem is not None:
         raise ValueError("cache_nbytes and filesystem are for files that are read lazily: pass lazy=True too")
     from shmloader.store import files  # imports pyarrow
 
-    store: Store = files.open_store(path, columns=columns, allow_pickle=allow_pickle)
+    store: Store = files.open_store(path, columns=columns, allow_pickle=allow_pickle, verify=verify)
     return store

@@ -47,7 +47,6 @@ def share_graph(
     root: Any,
     *,
     copy: bool = False,
-    progress: bool | None = None,
     only_held: bool = False,
     in_place: bool = False,
 ) -> Any:
@@ -68,7 +67,7 @@ def share_graph(
     replaced: dict[int, Any] = {}
     if nodes:
         with MemoryWriter(len(nodes)) as writer:
-            made = [(node, _write_if_possible(node, writer, graph, copy, progress)) for node in nodes]
+            made = [(node, _write_if_possible(node, writer, graph, copy)) for node in nodes]
             if any(make is not None for _, make in made):
                 buffer = writer.seal()
                 replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
@@ -95,13 +94,11 @@ def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
     return can
 
 
-def _write_if_possible(
-    node: Node, writer: MemoryWriter, graph: Graph, copy: bool, progress: bool | None
-) -> Make | None:
+def _write_if_possible(node: Node, writer: MemoryWriter, graph: Graph, copy: bool) -> Make | None:
     """Write a node's value; None if it cannot be shared."""
     begin = writer.place
     try:
-        return _write(node, writer, copy, progress)
+        return _write(node, writer, copy)
     except (MemoryError, OSError):  # of this process or host, not of the elements
         raise
     except Exception as error:
@@ -216,13 +213,13 @@ def _unshared(value: Any) -> Any:
 # --- writing of values
 
 
-def _write(node: Node, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+def _write(node: Node, writer: MemoryWriter, copy: bool) -> Make:
     """Write a node's value; returns the function that makes the shared one."""
     value = node.value
     if node.plan == "array":
         return _write_array(value, writer)
     if node.plan == "rows":
-        return _write_rows(value, writer, copy, progress)
+        return _write_rows(value, writer, copy)
     # Objects of other libraries keep their classes.
     if is_arrow(value):
         return _write_in_place(value, writer)
@@ -258,25 +255,25 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     return writer.array(value)
 
 
-def _write_rows(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+def _write_rows(value: Any, writer: MemoryWriter, copy: bool) -> Make:
     """Write the rows of a store: a container of objects, an iterator, Arrow or pandas data."""
     if isinstance(value, Mapping) or kinds.container_kind(value) is set:
-        return _write_keyed(value, writer, copy, progress)
+        return _write_keyed(value, writer, copy)
     if is_arrow(value):
         table = _write_arrow(value, writer)
     else:
-        table = write_rows(_pandas_rows(value) if is_pandas(value) else value, writer, progress)
+        table = write_rows(_pandas_rows(value) if is_pandas(value) else value, writer)
     if isinstance(value, list | tuple):
         writer.remember(value, table)
     return lambda buffer: RowStore(writer.chunks(table, buffer), (), copy)
 
 
-def _write_keyed(value: Any, writer: MemoryWriter, copy: bool, progress: bool | None) -> Make:
+def _write_keyed(value: Any, writer: MemoryWriter, copy: bool) -> Make:
     """Write a mapping or a set, and the index of its keys."""
     is_mapping = isinstance(value, Mapping)
     keys = value if is_mapping else list(value)
     factory, hashes = factory_of(value) if is_mapping else None, hashes_of(keys)
-    table = write_rows(value.items() if is_mapping else keys, writer, progress)
+    table = write_rows(value.items() if is_mapping else keys, writer)
     make_index = write_index(hashes, writer)
 
     def make(buffer: SharedBuffer) -> MappingStore | SetStore:

@@ -20,6 +20,7 @@ from shmloader.store.read_only import ReadOnly
 from shmloader.store.tables import save
 
 _INT64 = np.dtype(np.int64)
+_SENT_BY_HANDLE_NBYTES = 1 << 16  # of the numbers of selected rows
 _MOST_NUMBERS = 1024  # of a slice that are made at once
 _INTERNAL = frozenset(  # what stores offer to the rest of shmloader, and not to programs
     "KIND buffer chunks field form items_between numbers plain row_of rows stored_values tuple_length"
@@ -147,10 +148,7 @@ class Store(SharedObject, ListMethods[RowT_co]):
         Raises:
             IndexError: If an index is out of range, or a mask has another length.
         """
-        rows = row_array(indices, len(self))
-        if rows.nbytes >= 1 << 16:  # else they would be copied into every process
-            rows = share_array(rows)
-        return Selection(self, rows)
+        return Selection(self, row_array(indices, len(self)).copy())
 
     @overload
     def __getitem__(self, index: int) -> RowT_co: ...
@@ -238,6 +236,7 @@ class Selection(Store):
         """Select ``rows`` of a store, which are row numbers from 0 on."""
         self._store = store
         self._rows = rows
+        self._is_sent = False
         self._reads = 0
         self._numbers: list[Any] | None = None
 
@@ -312,4 +311,11 @@ class Selection(Store):
         return whole.take(np.asarray(rows, np.int64))
 
     def __reduce__(self) -> Any:
+        if (
+            not self._is_sent
+            and isinstance(self._rows, np.ndarray)
+            and self._rows.nbytes >= _SENT_BY_HANDLE_NBYTES
+        ):
+            # Only now: a forked process inherits them, and each piece of shared memory takes a descriptor.
+            self._rows, self._is_sent = share_array(self._rows), True
         return Selection, (self._store, self._rows)

@@ -19,7 +19,6 @@ from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.encode import COLUMN, ColumnEncoder
 from shmloader.store.columns.kind import (
     Origin,
-    PythonType,
     Reader,
     Views,
     dictionary_outside,
@@ -86,9 +85,7 @@ class Chunks:
 
     def __reduce__(self) -> Any:
         for schema, _ in groupby(batch.schema for batch in self.batches):  # of a file's batches, once
-            for kind in (kind for one in schema for kind in types_in(one.type)):
-                if isinstance(kind, PythonType) and "python" in kind.parameters:
-                    self.finder.find(kind)
+            self.finder.find_all(kind for one in schema for kind in types_in(one.type))
         make, *arguments = self.made_by
         return make, (*arguments, self.finder.given())
 

@@ -21,6 +21,7 @@ from pyarrow import types as arrow
 
 from shmloader.errors import LoaderError
 from shmloader.memory.mapping import make_writable
+from shmloader.store.checksums import check
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_in
@@ -39,20 +40,23 @@ FilePath = str | os.PathLike[str]
 _BATCH_NBYTES, _MOST_BATCH_ROWS = 16 << 20, 1 << 16  # of Parquet that is decoded at once, about
 _SAMPLED_GROUPS, _SAMPLED_ROWS = 16, 64
 _DICTIONARY_SHARE = 8  # a batch is so many times as large as its dictionaries
+_MOST_VERIFIED_NBYTES = 64 << 20  # of mapped files, where nobody asked for it: some 50 ms
 _READ_NBYTES = 1 << 20  # at a time; else Arrow reads a whole column of a row group
 
 _PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 
 
 def open_store(
-    path: FilePath | Sequence[FilePath], *, columns: Sequence[str] | None = None, allow_pickle: bool = False
+    path: FilePath | Sequence[FilePath],
+    *,
+    columns: Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    verify: bool | None = None,
 ) -> Any:
     """Open files as a store; see `shmloader.store.open_store`."""
     check_names(columns)
-    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
-    if not paths or "" in paths:  # pathlib takes "" for the current folder
-        raise FileNotFoundError(f"path={path!r} names no file")
-    found = [str(Path(one).resolve()) for each in paths for one in files_of(os.fspath(each))]
+    found = [str(Path(one).resolve()) for each in paths_of(path) for one in files_of(each)]
+    check_files(found, verify)
     form = checked_rows(found, _schema_of, columns, allow_pickle=allow_pickle)
     chunks = _chunks_of(found, columns, allow_pickle)
     with naming(found[0]):
@@ -63,10 +67,30 @@ def open_store(
         return SetStore(store, index_of(store)) if form["rows"] == "set" else store
 
 
+def paths_of(path: FilePath | Sequence[FilePath]) -> list[str]:
+    """The paths that are given, one or several; FileNotFoundError if there is none."""
+    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
+    if not paths or "" in paths:  # pathlib takes "" for the current folder
+        raise FileNotFoundError(f"path={path!r} names no file")
+    return list(map(os.fspath, paths))
+
+
 def check_names(columns: Sequence[str] | None) -> None:
     """Refuse one name in place of a list of names."""
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of names, such as [{columns!r}], not one name")
+
+
+def check_files(paths: Sequence[str], verify: bool | None) -> None:
+    """Compare files with their checksums; with None all if they are small, else those that are unpacked."""
+    if verify is False:
+        return
+    is_small = sum(Path(path).stat().st_size for path in paths) <= _MOST_VERIFIED_NBYTES
+    for path in paths:
+        with naming(path):
+            is_read = verify or is_small or _magic_of(path) == _PARQUET_MAGIC
+            if is_read and not check(path) and verify:
+                raise ValueError(f"{path} has no checksums, which store.save writes: leave verify=True out")
 
 
 def checked_rows(
@@ -171,12 +195,10 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, all
             "If you trust the file's source: shmloader.open(path, allow_pickle=True); or choose "
             "other columns, columns=[...]"
         )
-    for kind in (kind for field in fields for kind in types_in(field.type)):
-        if isinstance(kind, PythonType) and "python" in kind.parameters:
-            try:
-                ClassFinder().find(kind)
-            except ValueError as error:
-                raise ValueError(f"{path}: {error}") from None
+    try:
+        ClassFinder().find_all(kind for field in fields for kind in types_in(field.type))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     if any(find_types(field.type, Links) for field in fields):
         raise ValueError("it has columns that refer to others, which no file has")
 

@@ -47,7 +47,6 @@ _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in 
 _RETRY_S = 0.005
 
 _building = threading.local()  # the names that this thread is building
-_kept: list[_Hold] = []  # of objects without any shared memory whose end could be waited for
 
 
 @overload
@@ -350,9 +349,10 @@ class _Hold:
 
 
 def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
+    if not buffers:  # there is no end to wait for: it stays open as long as this process
+        connection.detach()
+        return
     hold = _Hold(connection)
-    if not buffers:
-        _kept.append(hold)
     for buffer in buffers:
         # The finalizer's arguments are what holds: nothing runs when it is called.
         weakref.finalize(buffer, _nothing, hold).atexit = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -15,9 +14,9 @@ from shmloader.errors import warn
 from shmloader.store.base import Rows, Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
-from shmloader.store.columns.kind import PythonType, types_in
+from shmloader.store.columns.kind import types_in
 from shmloader.store.description import StoreDescription, describe_columns
-from shmloader.store.files import FilePath, check_names
+from shmloader.store.files import FilePath, check_files, check_names, paths_of
 from shmloader.store.row_groups import FileSystem, RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -35,22 +34,25 @@ def open_lazily(
     allow_pickle: bool,
     cache_nbytes: int | None,
     filesystem: Any,
+    verify: bool | None,
 ) -> LazyStore:
     """Open Parquet files as a lazy store; see `shmloader.store.open_store`."""
     check_names(columns)
     cache_nbytes = DEFAULT_CACHE_NBYTES if cache_nbytes is None else cache_nbytes
     if cache_nbytes < 1:
         raise ValueError(f"cache_nbytes={cache_nbytes:,} must be at least 1")
-    paths: Sequence[Any] = path if isinstance(path, list | tuple) else [path]
-    if not paths or "" in paths:
-        raise FileNotFoundError(f"path={path!r} names no file")
+    paths = paths_of(path)
     given = None if filesystem is None else FileSystem(filesystem)
-    places = [located(one, given) for one in map(os.fspath, paths)]
+    places = [located(one, given) for one in paths]
     used, _ = places[0]
     for one, (other, _) in zip(paths, places, strict=True):
         if not other.opened.equals(used.opened):
             raise ValueError(f"{one} lies in another file system than {paths[0]}: open them apart")
     found = [file for _, files in places for file in files]
+    if verify:
+        if not used.is_local:
+            raise ValueError("verify=True reads whole files, and these are not local: leave it out")
+        check_files(found, verify)
     groups = RowGroups(found, used, columns, allow_pickle)
     if groups.form["rows"] not in ("table", "column"):
         raise ValueError(
@@ -119,9 +121,7 @@ class LazyStore(Store):
         return self._groups.starts[-1]
 
     def __reduce__(self) -> Any:
-        for kind in (kind for one in self._groups.schema for kind in types_in(one.type)):
-            if isinstance(kind, PythonType) and "python" in kind.parameters:
-                self._finder.find(kind)
+        self._finder.find_all(kind for one in self._groups.schema for kind in types_in(one.type))
         return LazyStore, (self._groups, self.cache_nbytes, self._pickles, self._finder.given())
 
     def row(self, index: int) -> Any:

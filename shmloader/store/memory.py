@@ -9,7 +9,6 @@ import ctypes
 import errno
 import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import islice
 from operator import length_hint
 from types import TracebackType
@@ -36,8 +35,6 @@ _LEAST_STREAMED_ROWS = 1 << 12
 _LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 4 << 20, 64 << 20  # in shared memory, about
 
 _ROWS_AT_ONCE, _MOST_ROWS_NBYTES = 1 << 10, 128 << 20  # of a chunk's rows, as Python objects
-
-_SHOWN_AFTER_S = 1.5  # builds that are over by then show no progress
 
 Make = Callable[[SharedBuffer], Any]
 """Makes the written value, once the memory is sealed."""
@@ -219,7 +216,7 @@ class Table:
             SharedMemoryExhausted: If the host has not enough memory left.
         """
         self.python_nbytes += nbytes_of_rows(values)
-        self.append_batch(batch_of(self.encoder.encode(values)))
+        self.append_batch(batch_of(self.encoder.encode_rows(values)))
 
     def append_items(self, items: list[tuple[Any, Any]]) -> None:
         """Append one chunk of a mapping's items."""
@@ -309,22 +306,19 @@ def new_builder() -> BufferBuilder:
         ) from error
 
 
-def write_rows(rows: Iterable[Any], writer: MemoryWriter, progress: bool | None) -> Table:
+def write_rows(rows: Iterable[Any], writer: MemoryWriter) -> Table:
     """Write rows, or the items of a mapping, chunk by chunk. An iterator is never held as a whole."""
-    expected = length_hint(rows) or None  # an iterator's len() may raise, as that of torch's loaders does
+    expected = length_hint(rows)  # an iterator's len() may raise, as that of torch's loaders does
     is_list = isinstance(rows, list | tuple)
     row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
     table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
     append = table.append_items if isinstance(rows, ItemsView) else table.append
     stream = iter(rows)
-    with progress_bar(progress, expected) as bar:
-        # Nothing here refers to a chunk while the next one is made.
-        while chunk := _next_rows(stream, table.chunk_rows(expected or 0, row_nbytes), row_nbytes):
-            append(chunk)
-            del chunk
-            row_nbytes = table.python_nbytes / table.rows
-            if bar is not None:
-                bar.update(table.rows - bar.n)
+    # Nothing here refers to a chunk while the next one is made.
+    while chunk := _next_rows(stream, table.chunk_rows(expected, row_nbytes), row_nbytes):
+        append(chunk)
+        del chunk
+        row_nbytes = table.python_nbytes / table.rows
     return table
 
 
@@ -339,27 +333,6 @@ def _next_rows(stream: Iterator[Any], wanted: int, usual_nbytes: float) -> list[
         nbytes += nbytes_of_rows(part, 2)  # of two rows, so that what they share counts once
         rows += part
     return rows
-
-
-def progress_bar(wanted: bool | None, rows: int | None) -> AbstractContextManager[Any]:
-    """A bar that counts rows, and is shown once the build has lasted a while; one of None for no bar.
-
-    Args:
-        wanted: Whether there is to be one; None: if stderr is a terminal, or this is a notebook.
-        rows: How many rows there will be, or None if unknown.
-    """
-    if not ((sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted):
-        return nullcontext()
-    try:
-        from tqdm.auto import tqdm  # in a notebook a widget
-    except ImportError:
-        return nullcontext()
-
-    class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread: processes may be forked while it runs
-
-    bar = Bar(total=rows, desc="shmloader.share", unit=" rows", unit_scale=True, delay=_SHOWN_AFTER_S)
-    return closing(bar)
 
 
 def share_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

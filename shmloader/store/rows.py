@@ -81,6 +81,8 @@ class RowStore(Store):
         self._views = views
         self._gather: ColumnGatherer | None = None
         self._blocks: dict[int, Block | None] = {}
+        self._fields: dict[str | int, RowStore] = {}
+        self._description: StoreDescription | None = None
         self._starts = chunks.starts
         self._readers = self._column.readers
 
@@ -149,17 +151,20 @@ class RowStore(Store):
         return self._column.array(chunk)
 
     def column(self, name: str | int) -> RowStore:
-        """A field of all rows, as a store."""
+        """A field of all rows, as a store; the same one each time, since looking at all chunks takes long."""
+        if (known := self._fields.get(name)) is not None:
+            return known
         store = RowStore(self.chunks, (*self._column.path, name), self._column.copy, self._views)
         try:
             if not len(self):
                 raise KeyError(name)
             store._column.arrays()
         except KeyError:
-            raise KeyError(f"{name!r}: not all rows have such a field. {self._fields()}") from None
+            raise KeyError(f"{name!r}: not all rows have such a field. {self._names()}") from None
+        self._fields[name] = store
         return store
 
-    def _fields(self) -> str:
+    def _names(self) -> str:
         """A sentence on the fields that there are."""
         what = self.describe()
         names = [one.name for one in what.fields if one.name]
@@ -214,10 +219,18 @@ class RowStore(Store):
 
     def describe(self) -> StoreDescription:
         """The store's size, and the kind of each field."""
-        chunks = self.chunks
-        arrays = self._column.arrays()
-        kind, fields = describe_columns(arrays, lambda link: chunks.links[link].column(0).type)
-        return StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, fields)
+        if self._description is None:
+            chunks = self.chunks
+            arrays = self._column.arrays()
+            kind, fields = describe_columns(arrays, lambda link: chunks.links[link].column(0).type)
+            what = StoreDescription(kind, len(self), chunks.nbytes, chunks.python_nbytes, fields)
+            self._description = what
+        return self._description
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory, or of the files."""
+        return self.chunks.nbytes
 
     def to_arrow(self) -> Any:
         """Dict records as a ``pyarrow.Table``, and anything else as a ``ChunkedArray``."""

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types as arrow
 
+from shmloader.store.checksums import add_checksums
 from shmloader.store.columns.encode import ColumnEncoder, decoded_inside, joined
 from shmloader.store.columns.kind import VERSION, types_in
 
@@ -46,9 +47,10 @@ def save(store: Any, path: str | os.PathLike[str]) -> None:
                 pq.write_table(_for_parquet(table), file)
             except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
                 raise TypeError(f"Parquet cannot hold this store ({error}): save it as *.arrow") from error
-            return
-        with pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+        else:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+        add_checksums(file)
 
 
 def _table_of(store: Any) -> Any:
@@ -117,7 +119,7 @@ def _replacing(target: Path) -> Iterator[Any]:
     real = Path(os.path.realpath(target))
     beside = real.parent / f".{real.name[:50]}-{secrets.token_hex(6)}"
     try:
-        file = os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb")
+        file = os.fdopen(os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w+b")
         try:
             with file:
                 yield file

@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 import torch.multiprocessing
-from torch.utils.data import Subset
 
 from shmloader.errors import NotSharedWarning, warn
 from shmloader.memory.limits import memory_headroom
@@ -31,6 +30,7 @@ from shmloader.store.graph import Graph, Node
 LEAST_NBYTES = 32 << 20
 """Bytes that one worker has to copy, beyond a few batches, before a warning is given."""
 
+_LAZY = f"{__package__}.lazy"
 _BATCHES = 4  # a worker may make so many of the largest in memory that this process has freed
 _LEAST_OWNED = 0.25  # of what was copied, by what is called its owner
 _MUCH = 0.2  # of this process's memory, after which the program is told at once
@@ -145,7 +145,9 @@ class CopyWatch:
         )
         if nbytes >= _LEAST_OWNED * copied:
             return f"{said} {_owner_and_cure(graph, is_shared=self._is_shared)}"
-        if num_workers == 1:  # then it may be what this process has written to, as in training on the CPU
+        # It may be what this process has written to, as in training on the CPU; workers read row groups into
+        # memory that a lazily opened store has used here.
+        if num_workers == 1 or any(type(one.value).__module__ == _LAZY for one in graph.nodes.values()):
             return ""
         stopped = f" until it stopped at {graph.stopped.path}" if graph.stopped else ""
         return (
@@ -212,12 +214,6 @@ def largest_holder(graph: Graph) -> tuple[int, Node]:
     return nbytes, largest
 
 
-def _reads_lazily(dataset: Any) -> bool:
-    """Whether workers read row groups into memory that this process has used, too: no copies of objects."""
-    inner = dataset.dataset if type(dataset) is Subset else dataset  # not by __dict__: see decision 0033
-    return type(inner).__module__ == f"{__package__}.lazy"
-
-
 def watch_copies(
     loader: Any, workers: Sequence[Any], counters: Counters, pickled_nbytes: int
 ) -> CopyWatch | None:
@@ -226,7 +222,7 @@ def watch_copies(
     Only forked workers share objects with this process until they read them. Others were sent a pickle: one
     of many objects is warned of at once.
     """
-    if loader.worker_type == THREAD or counters.warned_of_copies or _reads_lazily(loader.dataset):
+    if loader.worker_type == THREAD or counters.warned_of_copies:
         return None
     context = loader.multiprocessing_context or torch.multiprocessing
     if context.get_start_method() == "fork":

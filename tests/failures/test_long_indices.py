@@ -67,6 +67,7 @@ def notes_of(loader: Any) -> list[str]:
     return [line for note in caught.value.__notes__ for line in note.split("\n")]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 @pytest.mark.parametrize("batched", [False, True])

@@ -75,6 +75,7 @@ PATTERNS: dict[str, set[int]] = {
 }
 
 
+@pytest.mark.each_value
 @quiet
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pattern", PATTERNS)

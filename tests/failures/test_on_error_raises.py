@@ -38,6 +38,7 @@ def group() -> BaseException:
     return ExceptionGroup("two", [ValueError(), ExceptionGroup("in", [MemoryError()])])
 
 
+@pytest.mark.each_value
 @quiet
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("make", [memory, died, leave, interrupt, group])

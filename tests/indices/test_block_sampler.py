@@ -15,7 +15,7 @@ from stream_datasets import identity
 from shmloader import BlockSampler, DataLoader, ResumeError
 from shmloader.indices.block_sampler import Layout
 
-PROGRAMS = 500 if LONG else 60
+PROGRAMS = 500 if LONG else 30
 
 
 class Blocks:

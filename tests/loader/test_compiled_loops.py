@@ -38,6 +38,7 @@ def _three_batches(loader: Any) -> torch.Tensor:
     return next(batches) + next(batches) * 2 + next(batches) * 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.parametrize("function", [_loop, _three_batches])
 @pytest.mark.parametrize("installed", [False, True])

@@ -108,7 +108,7 @@ def built(dataset: Uneven, batch_size: int | None, order: list[int], **given: An
     return DataLoader(dataset, batch_size, sampler=order, **given)
 
 
-@settings(max_examples=1500 if LONG else 60, **SMALL)
+@settings(max_examples=1500 if LONG else 30, **SMALL)
 @given(
     data=st.data(), length=st.integers(0, 70), batch_size=st.sampled_from([None, 1, 1, 2, 5]), given=options
 )

@@ -7,6 +7,7 @@ Whoever lowers one of them lowers its ceiling here. The commands that print what
 import ast
 import re
 import subprocess
+from pathlib import Path
 
 import foreign_writes
 import pytest
@@ -15,6 +16,8 @@ from warm_python import warm_python
 
 WRITES = 40
 BATCH_FILES, ITER_FILES = 22, 32
+STATES_OF_THE_STORE = 5
+STORE = Path(__file__).parents[2] / "shmloader" / "store"
 
 PLANTED = """
 class Owner:
@@ -55,6 +58,33 @@ def test_planted_writes_are_found() -> None:
         "setattr(task, 'state', 1)",
         "new.state",
     }
+
+
+def states_of(source: str) -> list[str]:
+    """Variables of a module that change: what is empty at first, or has a name that is no constant's."""
+    empty = {"{}", "[]", "set()", "dict()", "list()"}
+    found = []
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
+            name = ast.unparse(line.targets[0] if isinstance(line, ast.Assign) else line.target)
+            is_container = isinstance(line.value, ast.List | ast.Dict | ast.Set | ast.Call)
+            if ast.unparse(line.value) in empty or (re.fullmatch("_[a-z][a-z_]*", name) and is_container):
+                found.append(name)
+    return found
+
+
+def test_variables_of_the_stores_modules_do_not_become_more() -> None:
+    """Beside the tables of kinds, which are complete once their modules are imported."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in STORE.rglob("*.py")}
+    found = [(name, one) for name, text in texts.items() for one in states_of(text)]
+    found = [one for one in found if one[0] != "kind.py" and one[1] != "_log"]
+    assert len(found) <= STATES_OF_THE_STORE, found
+    assert states_of("_a: list[int] = []\n_b = {1: 2}\nC = {}\nD = {1: 2}\n_e = local()") == [
+        "_a",
+        "_b",
+        "C",
+        "_e",
+    ]
 
 
 @pytest.fixture(scope="module")

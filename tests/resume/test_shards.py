@@ -258,6 +258,7 @@ def test_what_fails_in_one_worker_costs_at_most_a_batch_of_its_own(at: int) -> N
     assert with_errors(loader) == expected
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:to resume,")
 @pytest.mark.parametrize("taken", range(7))
 @pytest.mark.parametrize("of_a_batch", [None, 3])

@@ -156,6 +156,7 @@ def test_what_cannot_be_left_out_is_refused() -> None:
         skip_batches(stream.state_dict(), range(4))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", SAMPLERS)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("rank", [0, 1])

@@ -118,6 +118,7 @@ def test_every_n_steps_given_asks_for_states() -> None:
     assert sampler.calls == 11
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("tells_length", [True, False])
 @pytest.mark.parametrize("epochs_before", [0, 1])
@@ -277,6 +278,7 @@ def test_weights_are_no_place_in_a_stream(workers: int, tmp_path: Path) -> None:
     assert calls(log) == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("epochs_before", [0, 1])
 def test_the_first_state_of_a_stream_is_exact(workers: int, epochs_before: int) -> None:

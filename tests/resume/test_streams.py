@@ -161,6 +161,7 @@ def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None
     assert numbers(list(loader)) == whole[1:]
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:ByShard has set_epoch")
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("make", [lambda: Numbers(12), lambda: Stateful(12), lambda: ByShard(12)])
@@ -268,6 +269,7 @@ def test_batches_that_come_out_of_order_are_resumed_as_a_set() -> None:
         stopped_after(loader_of(Numbers(60), shard="auto", **given), 4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_error", ["skip", "replace"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_that_were_left_out_count(on_error: Any, workers: int) -> None:

@@ -19,13 +19,11 @@ MISSING = {
 NEEDS_NO_EVENTFD = ("eventfd", "eventfd refused")
 
 
-# A spawned worker imports torch anew: in `make test` only where all is missing.
-CASES = [(what, "fork") for what in MISSING] + [
-    pytest.param(what, "spawn", marks=() if what == "windows" else pytest.mark.long) for what in MISSING
-]
+SPAWN = pytest.param("spawn", marks=pytest.mark.long)  # such a worker imports torch anew
 
 
-@pytest.mark.parametrize(("what", "method"), CASES)
+@pytest.mark.parametrize("method", ["fork", SPAWN])
+@pytest.mark.parametrize("what", MISSING)
 def test_without_it_batches_are_torchs_and_one_warning_names_it(what: str, method: str) -> None:
     result = subprocess.run(
         [*warm_python(), PROGRAM, what, method], capture_output=True, text=True, check=False, timeout=250

@@ -286,6 +286,7 @@ SAMPLERS_OF_BATCHES = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("which", SAMPLERS_OF_BATCHES)
 @pytest.mark.parametrize(
     "how",

@@ -92,6 +92,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rows", ROWS_OF)
 def test_batches_are_of_the_classes_of_their_rows(rows: str, way: str) -> None:

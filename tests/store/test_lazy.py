@@ -319,6 +319,8 @@ def test_an_object_store_is_read_by_several_requests_at_once(
         assert took_s < one_s / 3
         with pytest.raises(FileNotFoundError, match="matches no Parquet"):
             shmloader.open("data/a/*.pq", lazy=True, filesystem=store.client())
+        with pytest.raises(ValueError, match="these are not local"):
+            shmloader.open("data/a/*.parquet", lazy=True, filesystem=store.client(), verify=True)
         with pytest.raises(ValueError, match="only the last part"):
             shmloader.open("data/*/0.parquet", lazy=True, filesystem=store.client())
         (tmp_path / "a" / "0.parquet").write_bytes(b"")

@@ -23,7 +23,6 @@ from shmloader import open as shmloader_open
 from shmloader import share
 from shmloader.store import Store
 from shmloader.store.handles import pack, unpack
-from shmloader.store.memory import progress_bar
 from shmloader.store.take import join
 from shmloader.store.testing import identical
 
@@ -424,21 +423,6 @@ def test_a_stream_that_fails_leaves_nothing() -> None:
 
     with pytest.raises(ZeroDivisionError, match="in the generator"):
         share(rows())
-
-
-def test_progress_is_shown_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("shmloader.store.memory._SHOWN_AFTER_S", 0.0)
-    share((n for n in range(20_000)), progress=True)
-    assert "20.0k rows" in capsys.readouterr().err
-    share((n for n in range(20_000)), progress=False)
-    share(n for n in range(20_000))  # stderr is no terminal here
-    assert capsys.readouterr().err == ""
-
-
-def test_short_builds_show_nothing(capsys: Any) -> None:
-    with progress_bar(True, 10) as bar:
-        bar.update(5)
-    assert capsys.readouterr().err == ""
 
 
 class Counting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import fractions
 import lzma
 import uuid
 import zoneinfo
@@ -18,7 +19,9 @@ import torch
 from store_samples import Colour, Frozen, Person, Point, Slotted, same
 
 import shmloader
+from shmloader.store.columns import kind as kind_module
 from shmloader.store.columns.arrays import Arrays, Scalars
+from shmloader.store.columns.buffers import texts_to_arrow
 from shmloader.store.columns.kind import Kind, PythonType, kind_of, types_in
 from shmloader.store.columns.lists import FixedLists, Lists, Maps, Sets
 from shmloader.store.columns.mixed import Dictionaries, Links, Others, Unions
@@ -38,6 +41,7 @@ from shmloader.store.columns.values import (
     Texts,
     Uuids,
 )
+from shmloader.store.handles import pack, unpack
 from shmloader.store.take import join
 
 DAY = dt.datetime(2024, 5, 17, 12, 30, 15, 250)  # noqa: DTZ001
@@ -263,3 +267,39 @@ def test_a_file_of_the_first_releases_is_read(tmp_path: Path) -> None:
     assert orders_of(store) == orders_of(saved_rows())
     store.save(tmp_path / "again.arrow")
     assert all(map(same, shmloader.open(tmp_path / "again.arrow", allow_pickle=True), saved_rows()))
+
+
+def test_a_kind_is_one_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that reads, writes, saves, gathers and describes takes what it knows of a kind from that class."""
+    for table in ("_TAKES", "_BY_ID"):
+        monkeypatch.setattr(kind_module, table, dict(getattr(kind_module, table)))
+
+    class Fractions(PythonType, name="fraction", over=Texts):
+        takes = (fractions.Fraction,)
+
+        @classmethod
+        def write(cls, values: list[fractions.Fraction], encoder: Any, depth: int) -> Any:
+            return cls.around(texts_to_arrow(list(map(str, values))))
+
+        def maker(self, origin: Any) -> Any:
+            return fractions.Fraction
+
+    try:
+        values = [fractions.Fraction(n, 7) for n in range(50)]
+        keys = {value: str(value) for value in values}
+        rows = [
+            {"a": one, "b": [one, None], "c": {one: 1}, "d": ("x", one)[n % 2]}
+            for n, one in enumerate(values)
+        ]
+        for given in (values, [*values, None, "x"], rows):
+            store = shmloader.share(given)
+            assert same(list(store), given)
+            assert "pickle" not in str(store.describe())
+            store.save(tmp_path / "saved.arrow")
+            assert same(list(shmloader.open(tmp_path / "saved.arrow")), given)
+            assert same(list(unpack(*pack(store))), given)
+        assert store.describe().fields[0].type == "fraction"
+        assert store.take([*range(20)])["a"] == values[:20]
+        assert shmloader.share(keys)[fractions.Fraction(3, 7)] == "3/7"
+    finally:
+        pa.unregister_extension_type(Fractions.NAME)

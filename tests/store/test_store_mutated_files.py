@@ -6,6 +6,7 @@ Processes of their own read mutated files. ``SHMLOADER_LONG=1`` reads some 50,00
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -115,9 +117,16 @@ for source in map(Path, sources):
         path.unlink(missing_ok=True)
         path.write_bytes(data)
         print("reading mutation", number, "of", source, file=sys.stderr, flush=True)
+        if b"shmlCRC1" in good and data != good:  # what save() wrote has checksums
+            try:
+                shmloader.open(path)
+            except ValueError as error:
+                assert str(path) in str(error)
+            else:
+                raise AssertionError("a mutation was not noticed")
         for lazy in (False, True)[: 1 + (path.suffix == ".parquet")]:
             try:
-                read(shmloader.open(path, lazy=lazy), is_small)
+                read(shmloader.open(path, lazy=lazy, verify=False), is_small)
             except Exception as error:
                 if str(path) not in str(error):
                     raise
@@ -171,6 +180,9 @@ def write_small(path: Path, **options: Any) -> None:
 
 
 FILES: dict[str, Callable[[Path], None]] = {
+    "saved and large.arrow": lambda path: share(
+        {"n": n, "text": f"text {n}" * 20} for n in range(30_000)
+    ).save(path),
     "every kind.arrow": lambda path: share(ROWS).save(path),
     "large containers.arrow": lambda path: share(LARGE).save(path),
     "stream.arrow": write_small,
@@ -287,3 +299,67 @@ def test_an_unreadable_row_is_named_with_its_own_file(tmp_path: Path, suffix: st
     with pytest.raises(ValueError, match=rf"a\.{suffix}, or another file that was opened with it, cannot"):
         store.take([0, 3])
     assert list(store[:3]["at"])[2].microsecond == 3
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_each_changed_byte_of_a_saved_file_is_noticed(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"saved.{suffix}"
+    share([{"n": n, "text": f"text {n}"} for n in range(20)]).save(path)
+    good = path.read_bytes()
+    mark = good.index(b"shmlCRC1")
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
+        if place in range(mark, mark + 8):  # of no row: the file has no checksums then
+            assert shmloader.open(path)[3] == {"n": 3, "text": "text 3"}
+            continue
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            shmloader.open(path)
+
+
+def test_checksums_are_looked_at_as_the_program_wishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, changed = {"text": "a" * 20}, "not those that were written"
+    for suffix in ("arrow", "parquet"):
+        path, foreign = tmp_path / f"saved.{suffix}", tmp_path / f"foreign.{suffix}"
+        share([row] * 100).save(path)
+        write = pa.feather.write_feather if suffix == "arrow" else pq.write_table
+        write(pa.table({"text": ["a" * 20] * 100}), foreign)
+        data = path.read_bytes()
+        place = data.index(b"shmlCRC1") - 1
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert shmloader.open(path, verify=False)[0] == row
+        for verify in (None, True):
+            with pytest.raises(ValueError, match=changed):
+                shmloader.open(path, verify=verify)
+        with pytest.raises(ValueError, match="has no checksums"):
+            shmloader.open(foreign, verify=True)
+        assert shmloader.open(foreign)[0] == row
+    assert shmloader.open(path, lazy=True)[0] == row
+    with pytest.raises(ValueError, match=changed):
+        shmloader.open(path, lazy=True, verify=True)
+    monkeypatch.setattr("shmloader.store.files._MOST_VERIFIED_NBYTES", 0)
+    assert shmloader.open(path.with_suffix(".arrow"))[0] == row
+    with pytest.raises(ValueError, match=changed):
+        shmloader.open(path)
+
+
+def test_the_changed_block_of_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "saved.arrow"
+    share(np.arange(500_000).tolist()).save(path)
+    data = bytearray(path.read_bytes())
+    data[1_500_000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"saved\.arrow.*bytes 1,048,576 to [\d,]+ are not"):
+        shmloader.open(path)
+
+
+def test_other_programs_read_a_file_with_checksums(tmp_path: Path) -> None:
+    rows = [{"n": n} for n in range(9)]
+    for suffix in ("arrow", "parquet"):
+        share(rows).save(tmp_path / f"rows.{suffix}")
+    assert pq.read_table(tmp_path / "rows.parquet").to_pylist() == rows
+    assert pa.ipc.open_file(tmp_path / "rows.arrow").read_all().to_pylist() == rows
+    with (tmp_path / "rows.arrow").open("rb") as file:
+        file.seek(8)  # behind the magic word there is a stream
+        assert pa.ipc.open_stream(file).read_all().to_pylist() == rows

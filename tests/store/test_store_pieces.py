@@ -14,6 +14,7 @@ import pytest
 
 from shmloader import open as open_store
 from shmloader import share
+from shmloader.store.chunks import Chunks
 
 
 def test_rows_that_become_far_larger_are_taken_in_smaller_pieces() -> None:
@@ -59,3 +60,22 @@ def test_a_batch_of_parquet_has_as_many_rows_as_its_columns_are_small(tmp_path: 
         store = open_store(tmp_path / "rows.parquet", columns=columns)
         assert len(store.chunks.batches) == 1  # each batch has all words
     assert store[1999] == {"large": b"x" * 20_000, "word": "1999" * 1000, "n": 1999}
+
+
+def test_what_a_store_of_many_pieces_is_and_its_fields_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = pa.record_batch({"label": list(range(10))})
+    store = share(pa.Table.from_batches([batch] * 100))
+    asked: list[int] = []
+    column = Chunks.column
+    monkeypatch.setattr(Chunks, "column", lambda self, chunk: asked.append(chunk) or column(self, chunk))
+    assert store.nbytes == store.describe().nbytes
+    assert store["label"][12] == 2
+    assert repr(store)
+    looked = len(asked)
+    assert [store["label"][number] for number in (999, 12)] == [9, 2]
+    assert store.nbytes
+    assert repr(store)
+    assert len(asked) == looked + 1  # the reader of the last piece
+    assert store["label"] is store["label"]

@@ -21,6 +21,7 @@ from store_samples import Person
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from shmloader import share
+from shmloader.store.handles import pack, unpack
 from shmloader.store.sealed_buffer import buffer_at
 from shmloader.store.testing import identical
 
@@ -209,3 +210,21 @@ def test_sharing_keeps_no_memory_that_it_has_needed_meanwhile() -> None:
     """Arrow would keep its memory for encoding the chunks, 19 MB here."""
     done = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 << 20
+
+
+def test_kept_selections_take_a_descriptor_only_where_they_are_sent() -> None:
+    gc.collect()  # stores of other tests
+    store, folder = share(list(range(100_000))), Path("/proc/self/fd")
+    before = len(list(folder.iterdir()))
+    kept = [store.select(np.arange(begin, 90_000)) for begin in range(50)]
+    assert len(list(folder.iterdir())) == before
+    for _ in range(2):
+        pickled, buffers = pack(kept[3])
+        assert len(pickled) < 4096
+        assert len(buffers) == 2
+        assert list(unpack(pickled, buffers)) == list(range(3, 90_000))
+    assert len(list(folder.iterdir())) == before + 1
+    numbers = np.arange(10)
+    part = store.select(numbers)
+    numbers[:] = 0  # the program's own
+    assert list(part) == list(range(10))

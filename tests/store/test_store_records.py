@@ -11,6 +11,7 @@ from store_samples import Person, Point, same
 
 import shmloader
 from shmloader import share
+from shmloader.store.columns.kind import types_in
 
 ROWS = 300
 """As a stream these rows are several chunks, whose integers have different widths."""
@@ -144,3 +145,12 @@ def test_types_are_parsed_once_and_not_for_each_field(monkeypatch: pytest.Monkey
     assert len(store.describe().fields) == 300
     assert store["a number of many 7"][3] == 10
     assert len(parsed) < 10
+
+
+def test_rows_that_hold_several_rows_each_are_kept_in_few_columns() -> None:
+    rows: list[Any] = [{"n": 0, "one": None, "other": None}]
+    for number in range(1, 18):
+        rows.append({"n": number, "one": rows[-1], "other": rows[number // 2]})
+    store = share(rows)
+    assert len(types_in(store.field(0).type)) < 200  # else 8,000
+    assert list(store) == rows

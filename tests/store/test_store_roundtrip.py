@@ -3,21 +3,27 @@
 import datetime as dt
 import itertools
 import math
+import multiprocessing
+import os
 import pickle
 import zoneinfo
 from collections import OrderedDict, defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from robustness.processes import LONG
 from store_samples import Colour, Custom, Frozen, Person, Point, Slotted, same
 from store_strategies import ARRAYS, SCALARS, containers
 
+import shmloader
+from shmloader import share_on_host
 from shmloader.store import share
+from shmloader.store.handles import pack, unpack
 
 VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=8)
 ROWS = st.lists(VALUES, max_size=12) | st.lists(containers(SCALARS), max_size=12)
@@ -34,6 +40,49 @@ def test_nested_records_come_back_as_they_were(rows: list[Any]) -> None:
     assert len(store) == len(rows)
     for row, number in zip(rows, itertools.count()):
         assert same(store[number], row), (store[number], row)
+
+
+def differences(made: list[tuple[Any, list[Any]]], found: Any) -> None:
+    found.put([rows for store, rows in made if not same(list(store), rows)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(5))
+def test_nested_records_come_back_everywhere(number: int, tmp_path: Path) -> None:
+    """A thousand each: here, over handles, from a file, in forked and spawned processes, on the host."""
+    made: list[tuple[Any, list[Any]]] = []
+
+    @seed(number)
+    @settings(THOROUGH, max_examples=1000, database=None, phases=[Phase.generate])
+    @given(ROWS)
+    def look(rows: list[Any]) -> None:
+        store = share(rows)
+        assert same(list(store), rows)
+        assert same(list(unpack(*pack(store))), rows)
+        store.save(tmp_path / "rows.arrow")
+        assert same(list(shmloader.open(tmp_path / "rows.arrow", allow_pickle=True)), rows)
+        made.append((store, rows))
+        if len(made) == 200:
+            look_elsewhere()
+
+    def look_elsewhere() -> None:
+        for method in ("fork", "spawn"):
+            context = multiprocessing.get_context(method)
+            found = context.SimpleQueue()
+            process = context.Process(target=differences, args=(made, found))
+            process.start()
+            assert found.get() == []
+            process.join()
+            process.close()
+            found.close()
+        parts, name = [rows for _, rows in made], f"{os.getpid()} {number}"
+        built = share_on_host(lambda: share(parts), name=name)
+        attached = share_on_host(lambda: share(parts), name=name)
+        for store in (built, attached):
+            assert same([list(row) for row in store], parts)
+        made.clear()
+
+    look()
 
 
 WEST = dt.timezone(-dt.timedelta(hours=5))

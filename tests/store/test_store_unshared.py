@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from caught_warnings import caught_warnings
 
+import shmloader
 from shmloader import DataLoader, NotSharedWarning, share
 from shmloader.statistics import Counters
 from shmloader.store import graph, unshared
@@ -286,3 +288,15 @@ def test_a_search_is_bounded_and_says_where_it_stopped(monkeypatch: pytest.Monke
     monkeypatch.setattr(graph, "_MOST_SECONDS", 0.0)
     with pytest.warns(NotSharedWarning, match="given up"):
         share(holder)
+
+
+def test_growth_around_a_lazily_opened_store_has_no_owner_to_be_named(tmp_path: Path) -> None:
+    hidden = make()
+    share([{"n": 1}]).save(tmp_path / "rows.parquet")
+
+    def read() -> int:
+        return sum(row["label"] for row in hidden)
+
+    assert "No owner" in said(Dataset([]), read, workers=2)
+    lazy = shmloader.open(tmp_path / "rows.parquet", lazy=True)
+    assert said(Dataset([], rows=lazy), read, workers=2) == ""

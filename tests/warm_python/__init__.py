@@ -7,8 +7,8 @@ program is the main module anew, and ends as one does: with exception hooks, ``a
 which is the client's too. If the client is killed, so is the program.
 
 Use `sys.executable` where a test sends the program other signals, limits it, sets what an interpreter or a
-library reads once (``PYTHONHASHSEED``, ``OMP_NUM_THREADS``, ``MALLOC_ARENA_MAX``; /proc/PID/environ is the
-template's), or asserts what is collected when the interpreter ends. A program that is sent signals may print
+library reads once (``PYTHONHASHSEED``, ``OMP_NUM_THREADS``, ``MALLOC_ARENA_MAX``; /proc/PID/environ has the
+template's), or asserts what is collected when the interpreter ends. A program that gets signals may print
 its pid, and call ``os.setsid()`` if they go to its group.
 """
 

@@ -129,6 +129,7 @@ def by_default_collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("collate", [None, by_default_collate])
 @pytest.mark.parametrize(
     "dataset",
@@ -172,6 +173,7 @@ class Nested(Dataset[Any]):
         return {"alone": nested, "dict": {"x": nested, "n": 1}, "list": [1, nested]}[self.way]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["alone", "dict", "list"])
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_are_refused_with_torchs_words(layout: torch.layout, way: str) -> None:

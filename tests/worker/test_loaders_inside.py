@@ -41,6 +41,7 @@ class UsesLoader(Dataset[Any]):
         return [self[index] for index in indices]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
 @pytest.mark.parametrize("inner_threads", [0, 1])
 @pytest.mark.parametrize("name", INNER)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -128,6 +128,12 @@ class ClassFinder:
             "class of this name. Import it first: opening a file imports nothing. Or open the file without "
             "this column (columns=[...])"
         )
+
+    def find_all(self, kinds: Iterable[Any]) -> None:
+        """Find the class of each kind that names one; see `find`."""
+        for kind in kinds:
+            if "python" in getattr(kind, "parameters", ()):
+                self.find(kind)
 
     def given(self) -> dict[str, type]:
         """The classes that other processes find by their names too."""

@@ -47,6 +47,7 @@ from shmloader.store.columns.mixed import MOST_KINDS, Dictionaries, Links, union
 from shmloader.store.columns.values import Octets, Pickles, Texts
 
 _MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a cycle that was not found
+_MOST_DEPTH_OF_ROWS = 4  # of rows in rows: each step may lead to several, as in a graph of nodes
 _SAMPLED = 64
 _LEAST_ROWS, _LARGE_NBYTES = 64, 1 << 12  # of a column, or of a value in it, that may repeat
 _OWN_REFERENCES = 3  # of a value that only its list and its record refer to: those two, and the argument
@@ -73,6 +74,7 @@ class ColumnEncoder:
     def __init__(self, earlier: Mapping[int, Place] | None = None) -> None:
         self.classes: dict[str, type] = {}
         self._earlier = {} if earlier is None else earlier
+        self._rows: set[int] = set()  # by ``id``
 
     def encode(self, values: list[Any], depth: int = 0) -> Any:
         """A column of these values.
@@ -87,6 +89,15 @@ class ColumnEncoder:
             filled = np.array([value is not None for value in values])
             return with_nulls(self.encode(list(compress(values, filled)), depth), filled)
         return union_of(values, list(map(type, values)), lambda _, group: self.encode(group, depth))
+
+    def encode_rows(self, values: list[Any]) -> Any:
+        """A column of a container's rows, which may refer to each other."""
+        self._rows = set(map(id, values)) if kind_of_class(type(values[0])).nests else set()
+        return self.encode(values)
+
+    def _are_rows(self, values: list[Any]) -> bool:
+        """Whether any of a few of the values is one of the rows itself."""
+        return bool(self._rows) and any(id(value) in self._rows for value in _few(values))
 
     def name_of(self, kind: type) -> str:
         """The name by which a column can name a class.
@@ -122,7 +133,8 @@ class ColumnEncoder:
 
     def _each(self, kind: type[Kind], values: list[Any], depth: int) -> Any:
         """A column that has each value where it is."""
-        is_too_deep = not kind.is_leaf and depth >= _MOST_DEPTH
+        most = _MOST_DEPTH_OF_ROWS if depth >= _MOST_DEPTH_OF_ROWS and self._are_rows(values) else _MOST_DEPTH
+        is_too_deep = not kind.is_leaf and depth >= most
         if is_too_deep or (kind.nests and refer_to_themselves(values)):
             return Pickles.write(values)
         try:
@@ -181,7 +193,7 @@ def _is_large(value: Any) -> bool:
 
 def refer_to_themselves(values: list[Any]) -> bool:
     """Whether any of a few of the values is reached from itself, through a limited number of references."""
-    for value in values[:: max(1, len(values) // _SAMPLED_VALUES)][:_SAMPLED_VALUES]:
+    for value in _few(values):
         todo, seen = [value], {id(value)}
         while todo and len(seen) < _MOST_REFERENCES:
             parts = gc.get_referents(*todo)
@@ -190,6 +202,10 @@ def refer_to_themselves(values: list[Any]) -> bool:
             todo = [part for part in parts if _may_have_parts(part) and id(part) not in seen]
             seen.update(map(id, todo))
     return False
+
+
+def _few(values: list[Any]) -> list[Any]:
+    return values[:: max(1, len(values) // _SAMPLED_VALUES)][:_SAMPLED_VALUES]
 
 
 def _may_have_parts(value: Any) -> bool:

@@ -32,7 +32,7 @@ from shmloader.store.columns.kind import (
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _INDEX = [("hash", pa.uint32()), ("place", pa.uint32())]
-_MOST_SCANNED = 32  # keys of a dict that are compared one by one
+_MOST_SCANNED = 8  # keys of a dict that are compared one by one
 
 
 def list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> Any:
