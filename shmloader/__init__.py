@@ -71,6 +71,7 @@ def _own_process(dataset: Any) -> Any:
     return OwnProcess(dataset)
 
 
+# The loader may not import these packages, which import it: it looks here for what it needs of them.
 imported_when_used.update(host=_host_loading, OwnProcess=_own_process)
 
 

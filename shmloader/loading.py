@@ -347,8 +347,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 imported_when_used: dict[str, Callable[[Any], Any]] = {}
-"""Makers of the `Loading` of loaders with ``shared_by``, and of an ``"OwnProcess"``. `shmloader` adds them:
-loading imports none of their packages."""
+"""Makers of what packages have that the loader may not import; `shmloader` enters them here.
+
+``host`` makes the `Loading` of a loader with ``shared_by="host"``; ``OwnProcess`` gives a dataset a process.
+"""
 
 
 def _new_loading(loader: Any) -> Loading:
