@@ -26,7 +26,7 @@ MATRIX_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo docs test test-fast test-all test-bench test-integrations test-matrix lint bench gpu soak clean
+.PHONY: help demo docs pictures test test-fast test-all test-bench test-integrations test-matrix lint bench gpu soak clean
 
 # The fast set leaves out what starts interpreters (spawned workers, programs, the command line, the benchmarks), and
 # what waits for deaths, timeouts and the clock.
@@ -48,7 +48,11 @@ docs: $(VENV)/.stamp-docs ## Build the site in build/site, with its links checke
 	mkdir -p build/site-source/benchmarks
 	cp -r README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs examples build/site-source/
 	cp benchmarks/*.md benchmarks/*.py build/site-source/benchmarks/
+	$(BIN)/python -m benchmarks.pictures build/site-source/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: $(VENV)/.stamp-docs ## Draw the pictures of docs/ anew: what commands show and draw
+	$(BIN)/python -m benchmarks.pictures docs
 
 test: $(VENV)/.stamp-test ## Lint, check types, run the tests of the loader: every claim, a sample of random runs (PYTEST_ARGS=...)
 	$(BESIDE_LINT) $(PYTEST) $(WITHOUT_COMMANDS) $(PYTEST_ARGS)

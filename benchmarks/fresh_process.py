@@ -59,11 +59,13 @@ class FreshProcess:
     ) -> None:
         self.what = what
         self._late = False
+        # As in an installed package, modules are compiled once, and not in each spawned worker.
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the exit
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", module, *words],
             cwd=folder,
-            env=os.environ | dict(environment or {}),
+            env=variables | dict(environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -212,6 +212,10 @@ def compare_shapes(arguments: argparse.Namespace, report: dict[str, Any]) -> lis
                     private, pss = figures["worker_private_nbytes"], figures["pss_nbytes"]
                     times = [f"{figures[key]:.2f}" for key in ("build_s", "first_batch_s")]
                     table.append([shape, name, how, megabytes(private), megabytes(pss), *times])
+    if arguments.picture is not None:
+        from benchmarks.memory_picture import draw_shapes
+
+        draw_shapes(arguments.picture, report["shapes"])
     print(f"\n{arguments.shape_rows:,} records, two random epochs; PSS without pages of program files\n")
     print(render_table(table, texts=3))
     return []
@@ -223,7 +227,8 @@ def compare_first_batches(arguments: argparse.Namespace, report: dict[str, Any])
     verdicts = []
     rows, workers = arguments.paths, arguments.start_workers
     for method in [method for method in arguments.method if method != "fork"]:
-        seconds: dict[str, list[float]] = {"shmloader, nothing": [], "shmloader, share(list)": []}
+        names = ("shmloader, nothing", "shmloader, share(list)", "torch, list")
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         for _ in range(arguments.repeats):
             for name, times in seconds.items():
                 say(f"first batch, {name}, {workers} workers, {method}")
@@ -233,7 +238,7 @@ def compare_first_batches(arguments: argparse.Namespace, report: dict[str, Any])
                 times.append(figures["first_batch_s"])
         for name, times in seconds.items():
             table.append([method, name, *(f"{how(times):.2f}" for how in (median, min, max))])
-        without, shared = (median(times) for times in seconds.values())
+        without, shared, _ = (median(times) for times in seconds.values())
         target = f"first batch under {MOST_LATER_S:g} s later than without data"
         later = shared - without
         verdicts.append(Verdict(f"{method}, {rows:,} paths", target, f"{later:+.2f} s", later < MOST_LATER_S))
@@ -350,7 +355,7 @@ def parse(command_line: list[str] | None) -> argparse.Namespace:
         "--picture",
         type=result_file,
         metavar="PATH",
-        help="draw memory over time, as a PNG (needs matplotlib)",
+        help="draw memory over time, or of the shapes by number of workers, as a PNG (needs matplotlib)",
     )
     add("--check", action="store_true", help="exit with 1 if a target is missed")
     arguments = parser.parse_args(command_line)

@@ -94,6 +94,33 @@ def words(samples: list[str]) -> dict[str, list[list[str]]]:
     return {"words": [text.split() for text in samples]}
 
 
+Detected = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def nest(samples: list[Detected]) -> tuple[torch.Tensor, torch.Tensor, tuple[dict[str, torch.Tensor], ...]]:
+    """Pads images to the largest, with a mask, and leaves the targets apart, as DETR and its kin do."""
+    images, targets = zip(*samples, strict=True)
+    height, width = (max(image.shape[axis] for image in images) for axis in (1, 2))
+    padded = torch.zeros((len(images), 3, height, width))
+    mask = torch.ones((len(images), height, width), dtype=torch.bool)
+    for number, image in enumerate(images):
+        padded[number, :, : image.shape[1], : image.shape[2]].copy_(image)
+        mask[number, : image.shape[1], : image.shape[2]] = False
+    return padded, mask, targets
+
+
+def make_detected(samples: int) -> Records:
+    """Makes float32 images of 3x560x560 with seven tensors about their boxes."""
+    made = []
+    for number in range(samples):
+        boxes = number % 8 + 1
+        target = {"boxes": torch.rand(boxes, 4), "labels": torch.arange(boxes), "area": torch.rand(boxes)}
+        target |= {"iscrowd": torch.zeros(boxes, dtype=torch.int64), "image_id": torch.tensor([number])}
+        target |= dict.fromkeys(("orig_size", "size"), torch.tensor([560, 560]))
+        made.append((torch.rand(3, 560, 560), {name: leaf.clone() for name, leaf in target.items()}))
+    return Records(made)
+
+
 def make_pairs(samples: int) -> Records:
     """Makes images with a label."""
     return Records([(image, number % 10) for number, image in enumerate(make_images(samples).base)])

@@ -7,7 +7,8 @@ Run from a checkout. The extra ``bench`` has torchdata, for a comparison with it
 The epoch is shuffled, in batches of four. All contestants take turns, and figures are medians, so that other
 load of the machine falls on all of them.
 
-- State: wall time of ``state_dict()``, for the first state of an epoch and for further ones.
+- State: wall time of ``state_dict()``, for the first state of an epoch and for further ones, and of
+  ``state_dict(taken=k)`` for every ``k`` in turn, which torchdata has not.
 - Per batch: processor time of the main process for ``next()`` and a state after it, minus that of ``next()``
   of a loader that is asked for none and takes no snapshot. StatefulDataLoader takes its snapshots in
   ``next()``, whether they are asked for or not (``snapshot_every_n_steps``).
@@ -94,6 +95,7 @@ class Costs:
     Attributes:
         first_s: Seconds that the first state of an epoch takes.
         state_s: Seconds that a further state takes.
+        taken_s: Seconds that the state after a number of batches takes; empty if the loader has none.
         batch_s: Seconds of processor time in the main process that states take per batch: see above.
         nbytes: Length of a pickled state.
         resume_s: Seconds from ``iter()`` to the first batch, from a state, without workers.
@@ -103,6 +105,7 @@ class Costs:
 
     first_s: list[float] = field(default_factory=list)
     state_s: list[float] = field(default_factory=list)
+    taken_s: list[float] = field(default_factory=list)
     batch_s: list[float] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     resume_s: list[float] = field(default_factory=list)
@@ -111,7 +114,7 @@ class Costs:
 
     def medians(self) -> dict[str, float]:
         """The median of each, by name."""
-        return {name: statistics.median(found) for name, found in vars(self).items()}
+        return {name: statistics.median(found) for name, found in vars(self).items() if found}
 
 
 def measure_states(make: Callable[..., Any], batches: int, number: int, costs: Costs) -> None:
@@ -132,6 +135,11 @@ def measure_states(make: Callable[..., Any], batches: int, number: int, costs: C
         began_s = time.thread_time()
         next(iterators[1])
         other_s.append(time.thread_time() - began_s)
+    if make is shmloader.DataLoader:
+        taken = range(PLACE + number + 1)
+        costs.taken_s.append(
+            statistics.median(timed(functools.partial(asked.state_dict, taken=k)) for k in taken)
+        )
     costs.state_s.append(statistics.median(state_s))
     costs.batch_s.append(statistics.median(asked_s) - statistics.median(other_s))
     costs.nbytes.append(len(pickle.dumps(asked.state_dict(), 5)))
@@ -227,6 +235,7 @@ def main() -> int:
             name,
             f"{costs['first_s'] * 1e6:,.1f}",
             f"{costs['state_s'] * 1e6:,.1f}",
+            f"{costs['taken_s'] * 1e6:,.1f}" if "taken_s" in costs else "none",
             f"{costs['batch_s'] * 1e6:,.1f}",
             f"{costs['nbytes']:,}",
             f"{costs['resume_s']:,.3f}",
@@ -236,8 +245,8 @@ def main() -> int:
         for name, costs in found.items()
     ]
     resume = f"to batch {given.batches:,}, s"
-    head = ["loader", "first state, µs", "state, µs", "per batch, µs", "bytes", resume, "of that, skipping"]
-    print(render_table([[*head, "with / without"], *rows], texts=1))
+    head = ["loader", "first state, µs", "state, µs", "taken=k, µs", "per batch, µs", "bytes", resume]
+    print(render_table([[*head, "of that, skipping", "with / without"], *rows], texts=1))
     if given.json and not write_json(given.json, {"machine": describe(), "results": found}):
         return NOT_WRITTEN
     return 0

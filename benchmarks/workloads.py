@@ -402,6 +402,15 @@ def _own() -> list[Workload]:
         images("padded", own_collate.pad_long, own_collate.make_long_tokens),
         images("texts", own_collate.words, own_collate.make_texts),
         images("encoded", list, own_collate.EncodedFiles, "encoded files of 100 kB, a list"),
+        Workload(
+            "own-nested",
+            16,
+            2,
+            own_collate.make_detected,
+            about="float32 3x560x560 and seven small tensors each, 65 MB in 114 tensors: RF-DETR's batch",
+            collate=own_collate.nest,
+            make_into=partial(collate_alone, own_collate.nest),
+        ),
         Workload("own-fresh", 64, 2, own_collate.FreshArrays, about="float32 images made anew by NumPy"),
         Workload(
             "own-whole",

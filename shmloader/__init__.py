@@ -2,7 +2,8 @@
 
 >>> from shmloader import DataLoader
 
-Importing it starts no thread and no process and takes no shared memory.
+Importing it starts no thread and no process and takes no shared memory. ``python -m shmloader --help`` says
+where the pages are that docstrings name, such as docs/gpu.md.
 """
 
 import importlib

@@ -35,8 +35,7 @@ from shmloader.statistics import Counters, Recorder
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
-from shmloader.worker.epoch_settings import EpochSettings
-from shmloader.worker.random_state import GlobalStates
+from shmloader.worker.epoch_settings import EpochCall, EpochSettings
 from shmloader.workers import Workers, start_workers, stop_workers
 
 if TYPE_CHECKING:
@@ -69,7 +68,9 @@ class SlotIterator(torch_private.OwnOrder):
         self._lifecycle = Lifecycle()
         self._recorder: Recorder | None = None  # of this epoch, if it is profiled
         self._waits = True  # whether the present call waits for its batch
-        self._calls: list[tuple[int, GlobalStates]] = []  # of ``set_epoch()``, not sent to workers yet
+        self._calls: list[EpochCall] = []  # of ``set_epoch()``, not sent to workers yet
+        # Calls that lead a changed dataset back to the present epoch, in a worker that replaces another.
+        self._calls_back: list[EpochCall] = []
         self._states = states
         self._base_seed, epoch = one_pass.seeds(int(self._base_seed))
         device = settings.target
@@ -100,7 +101,9 @@ class SlotIterator(torch_private.OwnOrder):
         init_fn = one_pass.settings.worker_init_fn
         init_fn = torch_private.init_fn_for(self._dataset, init_fn, self._world_size, self._rank)
         seeds = int(self._base_seed), self._shared_seed
-        return start_workers(one_pass, self.table, self._dataset, most_workers, init_fn, *seeds)
+        return start_workers(
+            one_pass, self.table, self._dataset, most_workers, self._calls_back, init_fn, *seeds
+        )
 
     def _make_delivery(self, device: Any) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
@@ -151,6 +154,7 @@ class SlotIterator(torch_private.OwnOrder):
                 EpochSettings(self._shared_seed, self._calls, self._counters.make_probe), 5
             )
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
+            self._calls_back.clear()
             self._exchange.begin_epoch(settings)
         first_worker = 0 if self._stream is None else self._stream.first_worker
         scheduler.begin_epoch(batches, self._progress.done, first_worker)
@@ -177,10 +181,30 @@ class SlotIterator(torch_private.OwnOrder):
         """Have another decoder, which sees the memory of each batch, read the batches from now on."""
         self._decoder = decoder
 
-    def set_epoch(self, epoch: int, states: GlobalStates) -> None:
-        """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins."""
+    def await_replacements(self) -> None:
+        """Wait until no worker is handing over to a new one, which gets the dataset as it is now."""
+        lifecycle = self._lifecycle
+        if self.closed or not self._exchange.is_renewing:
+            return
+        try:
+            is_whole = lifecycle.enter()
+            if is_whole:
+                self._exchange.await_renewed()
+            lifecycle.leave()
+            lifecycle.phase = IDLE if is_whole else BROKEN
+        except BaseException as error:
+            lifecycle.fail(error)
+            raise
+
+    def set_epoch(self, call: EpochCall, before: EpochCall | None) -> None:
+        """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins.
+
+        The program's dataset has heard it already, and ``before`` was its last call until then.
+        """
+        if self._exchange.note_told_ahead(can_tell_back=before is not None) and before is not None:
+            self._calls_back.append(before)
         if self._persistent_workers:  # others get the dataset as it is then
-            self._calls.append((epoch, states))
+            self._calls.append(call)
 
     # --- batches
 

@@ -392,7 +392,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         return loading_of(self).statistics()
 
     def profile(
-        self, *, every_s: float = 10.0, callback: Callable[[ProfileReport], object] | None = None
+        self,
+        *,
+        every_s: float = 10.0,
+        callback: Callable[[ProfileReport], object] | None = None,
+        replay: bool = False,
     ) -> Profile:
         """Measure where the time goes, batch by batch, in the main process and in the workers.
 
@@ -404,8 +408,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             every_s: Seconds from one call of ``callback`` to the next.
             callback: Called with the report so far, in ``next()``: ``report.scalars()`` are figures for a
                 tracker.
+            replay: Whether each epoch's first batch comes again and again, as often as the epoch has batches
+                (1,000 times without a length). Then the figures are those of the program beside a loader that
+                takes no time. What is trained meanwhile is worth nothing.
         """
-        return loading_of(self).profile(every_s, callback)
+        return loading_of(self).profile(every_s, callback, replay=replay)
 
 
 def _staged(dataset: Any, num_workers: int) -> Any:

@@ -29,7 +29,7 @@ from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing, worker_pids
 from shmloader.worker.dataset_setup import setup_methods_of
-from shmloader.worker.epoch_settings import datasets_in, has_set_epoch, owners_in
+from shmloader.worker.epoch_settings import EpochCall, datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Loading:
     closes: int = 0
     states: States = field(default_factory=States)
     owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
+    told: EpochCall | None = None  # the last call of their ``set_epoch()``
     advised: bool = False  # whether it was looked for datasets that are not told of epochs
     processor_before: ProcessorUse | None = None  # used before its first workers started
 
@@ -87,7 +88,8 @@ class Loading:
             self._warn_of_set_epoch()
         self.counters.of(ReportCounts).warn(loader.on_error)
         self._check_epoch(loaded)
-        return _delivered(loader, torchs_iter())
+        iterator, replay = _delivered(loader, torchs_iter()), self.counters.replay
+        return iterator if replay is None else replay(iterator, _length_of(loader))
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
         """The batches of an iterator for ``async for``; `NotImplementedError` for one that is not ours."""
@@ -171,14 +173,17 @@ class Loading:
         loader = self.loader()
         if self.owners is None:
             self.owners = owners_in(loader.dataset)
-        states = global_states()
+        for iterator in self.live() if self.owners else ():
+            iterator.await_replacements()
+        call = epoch, global_states()
         for dataset in self.owners:
             dataset.set_epoch(epoch)
         self.states.note_set_epoch(epoch)
         if not self.owners:
             return
         for iterator in self.live():
-            iterator.set_epoch(epoch, states)
+            iterator.set_epoch(call, self.told)
+        self.told = call
         if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
             warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
 
@@ -265,11 +270,13 @@ class Loading:
         """The ids of its live iterators' worker processes."""
         return [pid for iterator in self.live() for pid in worker_pids(iterator)]
 
-    def profile(self, every_s: float, tell: Callable[[Any], object] | None) -> Profile:
+    def profile(
+        self, every_s: float, tell: Callable[[Any], object] | None, *, replay: bool = False
+    ) -> Profile:
         """A profile of the epochs that begin while it is entered."""
         from shmloader.profiling import Profile
 
-        return Profile(self.counters, self.statistics, self.pids, every_s, tell)
+        return Profile(self.counters, self.statistics, self.pids, every_s, tell, replay=replay)
 
 
 def _why_as_torch(dataset: object, num_workers: int) -> str:
@@ -314,6 +321,14 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
     device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
+
+
+def _length_of(loader: Any) -> int | None:
+    """The batches of an epoch; None if the loader has no length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _loaded_state(loader: Any) -> State | None:

@@ -278,6 +278,7 @@ class Counters:
     waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
     workers_are_new: bool = False  # they were started for this epoch
     recorder: Recorder | None = None  # while the loader is profiled
+    replay: Callable[[Any, int | None], Any] | None = None  # replaces iterators while a profile replays
     _owned: dict[type, Any] = field(default_factory=dict)
 
     def begin_epoch(self, num_workers: int = 0, *, starts: bool = False) -> None:
@@ -303,6 +304,10 @@ class Counters:
     def record(self, recorder: Recorder | None) -> None:
         """Have epochs that begin from now on recorded, or no longer."""
         self.recorder = recorder
+
+    def replay_with(self, replay: Callable[[Any, int | None], Any] | None) -> None:
+        """Have epochs that begin from now on replayed by a function of an iterator and its length, or not."""
+        self.replay = replay
 
     def add(self, name: _Rare, count: int = 1) -> None:
         """Add to a count that few batches have."""

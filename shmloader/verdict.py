@@ -101,6 +101,7 @@ class Evidence:
     held: int = 0  # batches that the program holds
     slots: int = 0  # that there are
     spills: int = 0
+    replays: bool = False  # one batch came again and again, so the loader took no time
     autotune: str = ""  # why ``num_workers="auto"`` chose as it did
     profiled: Profiled | None = None
 
@@ -133,6 +134,16 @@ def _too_little(e: Evidence) -> Verdict | None:
         Cause.TOO_LITTLE,
         f"Too little was seen to say what the bottleneck is: {e.batches} batches in {time_of(e.total_s)}; "
         f"{e.waited}.",
+    )
+
+
+def _replayed(e: Evidence) -> Verdict | None:
+    if not e.replays:
+        return None
+    return Verdict(
+        Cause.PROGRAM,
+        f"One batch was replayed, so loading took no time: no loader makes this program faster than "
+        f"{e.batches / e.total_s:,.1f} batches/s.",
     )
 
 
@@ -325,6 +336,7 @@ def _work(e: Evidence) -> Verdict:
 
 _RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
     _too_little,
+    _replayed,
     _no_workers,
     _main_process,
     _starts,

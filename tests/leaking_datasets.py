@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from shmloader import DataLoader
+
 
 class Leaking(Dataset[dict[str, Any]]):
     """Sample ``i`` is ``i``, its worker's pid and draws of every generator; each leaks so many bytes."""
@@ -49,6 +51,30 @@ class Told(Leaking):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return super().__getitem__(index) | {"epoch": self.epoch}
+
+
+class LeakingAt(Told):
+    """Leaks with one sample alone, and makes another number of draws in each epoch."""
+
+    def __init__(self, length: int, leaked_nbytes: int, at: int) -> None:
+        super().__init__(length)
+        self.at, self.nbytes = at, leaked_nbytes
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        torch.rand(2 + self.epoch)
+        if index == self.at and self.nbytes:
+            self.leaked.append(os.urandom(64) * (self.nbytes // 64))
+            time.sleep(0.5)  # so that the next look at the memory is due
+        return super().__getitem__(index)
+
+
+class Unable(LeakingAt):
+    """Its state cannot be taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ValueError("no state today")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Ended(Leaking):
@@ -146,3 +172,23 @@ class LeakingOnce(Leaking):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state == {}
+
+
+# --- their loaders
+
+# Forked from a small process: of a large one workers copy more, and it takes longer to read what they have.
+SMALL = {"multiprocessing_context": "forkserver"}
+LIMIT_NBYTES = 160 << 20
+LEAK_NBYTES = 6 << 20
+Batches = list[dict[str, Any]]
+
+
+def loader_of(dataset: Any, limit_nbytes: int | None = LIMIT_NBYTES, **options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(4)
+    options = {"num_workers": 2, "batch_size": 2, "shuffle": True, "generator": generator} | options
+    return DataLoader(dataset, worker_max_nbytes=limit_nbytes, **options)
+
+
+def values(batches: Any) -> Batches:
+    """All but the pids."""
+    return [{name: leaf.tolist() for name, leaf in batch.items() if name != "pid"} for batch in batches]

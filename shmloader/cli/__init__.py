@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import shmloader
 from shmloader.cli.bench import checkout
+from shmloader.pages import page
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
         description="Tools of shmloader, the shared-memory DataLoader for PyTorch.",
-        epilog="commands:\n" + "\n".join(_summaries()),
+        epilog="\n".join(["commands:", *_summaries(), "", f"pages: {page('docs/index.md')}"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"shmloader {shmloader.__version__}")

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import select
-import shutil
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from shmloader.cli.programs import (
     parse_with_program,
     say,
     start_program,
+    terminal_width,
 )
 from shmloader.memory.process_memory import read_memory
 from shmloader.monitor import Monitor, start
@@ -167,18 +167,14 @@ class _View:
                 say(f"shmloader memory: {finding.text}")
         if time.monotonic() - self._shown_s >= _TABLE_EVERY_S:
             self._shown_s = time.monotonic()
-            say(render(self._monitor, self._monitor.last, _width()))
-
-
-def _width() -> int:
-    return max(40, shutil.get_terminal_size((100, 24)).columns)
+            say(render(self._monitor, self._monitor.last, terminal_width(2) or 100))
 
 
 def _finish(monitor: Monitor, arguments: argparse.Namespace) -> bool:
     """Print the last table, and write what was asked for; returns whether that could be written."""
     peak = monitor.peak
     say(f"\nat its peak, {peak.time_s:.0f} s after the start:")
-    say(render(monitor, peak, _width()))
+    say(render(monitor, peak, terminal_width(2) or 100))
     try:
         if arguments.json:
             readings = [asdict(reading) | {"pss_nbytes": reading.pss_nbytes} for reading in monitor.readings]

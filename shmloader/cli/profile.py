@@ -19,7 +19,7 @@ from shmloader.cli.programs import (
     start_program,
     terminal_width,
 )
-from shmloader.profiling.program import FOLDER, read_reports
+from shmloader.profiling.program import FOLDER, REPLAY, read_reports
 from shmloader.profiling.report import render, wrapped, write_trace
 
 DESCRIPTION = """\
@@ -38,7 +38,8 @@ def main(words: Sequence[str]) -> int:
     """Run the program; gives its exit status, or 128 and the signal that ended it."""
     arguments = parse(words)
     with tempfile.TemporaryDirectory(prefix="shmloader-profile-") as folder:
-        program = start_program(arguments.command, os.environ | {FOLDER: folder})
+        given = {FOLDER: folder, REPLAY: "1" if arguments.replay else ""}
+        program = start_program(arguments.command, os.environ | given)
         if isinstance(program, int):
             return program
         with forwarded_signals(program):
@@ -64,6 +65,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         help="draw the longest loading (.png, .svg or .pdf)",
     )
     add("--trace", type=Path, metavar="FILE", help="write its last 300 batches as Chrome trace events")
+    add("--replay", action="store_true", help="give each epoch's first batch again and again: the bound")
     add("--json", type=Path, metavar="FILE", help="write the figures of all loaders")
     arguments = parse_with_program(parser, words, ("picture", "trace", "json"))
     if not arguments.command:

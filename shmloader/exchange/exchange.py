@@ -76,6 +76,8 @@ class Exchange:
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()  # workers that were added later and have sent no record yet
         self._restarts_left = restarts
+        self.told_ahead = False  # whether the program's dataset has heard of an epoch after the present one
+        self._can_tell_back = True  # then: whether a new worker's copy can be told of the present one
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
         self._states: dict[int, bytearray] = {}  # by worker: what those hand over that are to be replaced
@@ -127,8 +129,8 @@ class Exchange:
         epoch, since they answer requests in order. ``settings`` are the pickled `EpochSettings`.
         """
         table = self.table
-        while self._states:  # a new worker makes their tasks: those that are void would not be sent to it
-            self.receive()
+        self.await_renewed()  # a new worker makes their tasks: those that are void would not be sent to it
+        self.told_ahead, self._can_tell_back = False, True
         table.abandon()
         for place in self._unsent:  # sent later, a worker would make it of its stream's new epoch
             table.drop(place.seq, place.nbytes)
@@ -146,6 +148,27 @@ class Exchange:
                 self._recover(worker, None)
         self.ended_streams.clear()
         table.trim()
+
+    @property
+    def is_renewing(self) -> bool:
+        """Whether a worker was asked to hand over to a new one, and that has not begun."""
+        return bool(self._states)
+
+    def await_renewed(self) -> None:
+        """Wait until no worker is handing over; raises what `receive` does."""
+        while self._states:
+            self.receive()
+
+    def note_told_ahead(self, *, can_tell_back: bool) -> bool:
+        """Note that the program's dataset has heard of a further epoch; False if that is known already.
+
+        Until that begins no worker hands over: a new one would draw what it draws with another dataset. One
+        that dies is replaced only if the new one can be told of the present epoch.
+        """
+        if self.told_ahead:
+            return False
+        self.told_ahead, self._can_tell_back = True, can_tell_back
+        return True
 
     def welcome(self, worker: Worker) -> None:
         """Ask a worker that was added in this epoch to report when it is ready: see `joining`."""
@@ -263,7 +286,7 @@ class Exchange:
     def _accept_flags(self, worker: Worker, flags: int) -> None:
         """Take in the rare flags of a `Published`."""
         self.counters.add("detached", bool(flags & DETACHED))
-        if flags & FULL and worker.worker_id not in self._states:
+        if flags & FULL and worker.worker_id not in self._states and not self.told_ahead:
             self._states[worker.worker_id] = bytearray()
             worker.send(pack_hand_over())
 
@@ -278,7 +301,9 @@ class Exchange:
         elif type(answer) is HandedOver:
             state = self._states[worker.worker_id]
             state += answer.piece[: answer.piece_nbytes]
-            if len(state) == answer.total_nbytes:
+            if not answer.total_nbytes:  # it cannot, and its next batch says why
+                del self._states[worker.worker_id]
+            elif len(state) == answer.total_nbytes:
                 self._succeed(worker, bytes(state), answer.private_nbytes)
         elif type(answer) is EpochBegun:
             self.joining.discard(worker.worker_id)
@@ -294,10 +319,18 @@ class Exchange:
         # Answers that it still sent count: those tasks are done.
         while records := worker.receive():
             self._accept(worker, records)
-            if silent_s is not None:
-                return  # it has answered in this very moment
+            if silent_s is not None or self.workers.workers[worker.worker_id] is not worker:
+                return  # it has answered in this very moment, or has handed over
+        unsent = sum(place.worker_id == worker.worker_id for place in self._unsent)
         fresh = recovery.replace(
-            worker, silent_s, self.table, self.workers, self.lifecycle, self._restarts_left
+            worker,
+            silent_s,
+            self.table,
+            self.workers,
+            self.lifecycle,
+            self._restarts_left,
+            unsent=unsent,
+            can_be_told=self._can_tell_back,
         )
         self._restarts_left -= 1
         self.counters.add("worker_restarts")

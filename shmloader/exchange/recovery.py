@@ -12,11 +12,17 @@ from shmloader.errors import WorkerTimeout
 from shmloader.indices.packed_indices import PackedInts, unpack_index_batch
 from shmloader.interrupts import Lifecycle
 from shmloader.messages import shown
+from shmloader.pages import page
 from shmloader.slots import Place, PlaceTable
 from shmloader.workers import Worker, Workers
 
 _log = logging.getLogger("shmloader")
 _MOST_DEATHS = 2  # a batch at which so many workers have died is not tried again
+_TOLD_AHEAD = (
+    "It was not replaced: loader.set_epoch() has told the dataset of the next epoch meanwhile, and was not "
+    "called before this one, so a new worker's dataset would be of another epoch than the others'. Call "
+    "loader.set_epoch() before each epoch, also the first one."
+)
 
 
 def silent_worker(table: PlaceTable, workers: Workers, due_from: int | None) -> Worker:
@@ -34,21 +40,29 @@ def replace(
     workers: Workers,
     lifecycle: Lifecycle,
     restarts_left: int,
+    *,
+    unsent: int = 0,
+    can_be_told: bool = True,
 ) -> Worker:
     """A new worker in place of one that is dead, or has been silent for ``silent_s``.
+
+    ``unsent`` of its tasks it was not sent yet. Unless the new one ``can_be_told``, its dataset would be of
+    another epoch.
 
     Raises:
         WorkerDied, WorkerTimeout: If it is not to be replaced.
         Exception: Any that kept the new one from starting, with a note; all workers are stopped.
     """
     held = table.making(worker.worker_id)
-    culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id]) else None
+    culprit = held[0] if held and worker.has_begun(table.unanswered[worker.worker_id] - unsent) else None
     deaths = 1 if culprit is None else culprit.count_death()
-    if not restarts_left or deaths >= _MOST_DEATHS:
+    is_final = not restarts_left or deaths >= _MOST_DEATHS
+    if is_final or not can_be_told:
+        why = "" if is_final else _TOLD_AHEAD
         # No local variable: its traceback refers to this frame, and so to the iterator and the dataset.
         if silent_s is None:
-            raise lifecycle.expect(_death(worker, table, workers, deaths))
-        raise lifecycle.expect(_timeout(worker, silent_s, table, workers, deaths))
+            raise lifecycle.expect(_death(worker, table, workers, deaths, why))
+        raise lifecycle.expect(_timeout(worker, silent_s, table, workers, deaths, why))
     pid, stack = worker.pid, "" if silent_s is None else f"\n{workers.stack_of(worker.worker_id)}"
     fresh = _restart(worker, workers, lifecycle, f", with {shown(list(map(_indices, held)))}")
     _log.warning(
@@ -93,9 +107,9 @@ def _restart(
         raise
 
 
-def _death(worker: Worker, table: PlaceTable, workers: Workers, deaths: int) -> Exception:
+def _death(worker: Worker, table: PlaceTable, workers: Workers, deaths: int, why: str) -> Exception:
     """The error for a worker that has died, once all are stopped; ``deaths`` are those at its first task."""
-    why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else ""
+    why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else why
     indices = tuple(map(_indices, table.making(worker.worker_id)))
     error = workers.died(worker.worker_id, indices, table.report(), why)
     workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
@@ -104,17 +118,19 @@ def _death(worker: Worker, table: PlaceTable, workers: Workers, deaths: int) -> 
 
 
 def _timeout(
-    worker: Worker, silent_s: float, table: PlaceTable, workers: Workers, deaths: int
+    worker: Worker, silent_s: float, table: PlaceTable, workers: Workers, deaths: int, why: str
 ) -> WorkerTimeout:
     """The error for workers that do not answer, with the stack of the one that is to make the next batch."""
-    why = "Another worker has ended at the first of its index batches before. " if deaths > 1 else ""
+    if deaths > 1:
+        why = "Another worker has ended at the first of its index batches before."
     outstanding = shown(tuple(map(_indices, table.making())))
     return WorkerTimeout(
         f"DataLoader timed out after {silent_s} seconds: none of {len(workers.workers)} worker(s) "
-        f"has finished a batch. {why}"
+        f"has finished a batch.{why and ' '}{why} "
         "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
-        f"where; docs/messages.md has the usual reasons. The next is due from worker {worker.worker_id} "
-        f"({worker.place}); outstanding index batches: {outstanding}\n{workers.stack_of(worker.worker_id)}"
+        f"where; {page('docs/messages.md')} has the usual reasons. The next is due from worker "
+        f"{worker.worker_id} ({worker.place}); outstanding index batches: {outstanding}\n"
+        + workers.stack_of(worker.worker_id)
     )
 
 

@@ -18,15 +18,13 @@ from typing import NamedTuple
 import psutil
 
 from shmloader.errors import SharedMemoryExhausted
+from shmloader.pages import page
 
 SURE_NBYTES = 4 << 20
 """Bytes that are taken without asking for the headroom first: reading a cgroup's files would cost more."""
 
 _MOST_SPARE_NBYTES = 64 << 20
-_ADVICE = (
-    "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit "
-    "(docs/messages.md)."
-)
+_ADVICE = "Use a smaller batch_size, fewer workers or a smaller prefetch_factor, or raise the limit."
 
 _CGROUPS = Path("/sys/fs/cgroup")  # where systemd and containers mount them
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
@@ -102,7 +100,8 @@ def exhausted(
     room = room or memory_headroom()
     return SharedMemoryExhausted(
         f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "
-        f"{room.source}, of which {max(spare, spare_nbytes(room)):,} are left to the program. {advice}",
+        f"{room.source}, of which {max(spare, spare_nbytes(room)):,} are left to the program. {advice} "
+        f"Causes and cures: {page('docs/messages.md')}",
         needed_nbytes=nbytes,
         available_nbytes=room.available_nbytes,
     )

@@ -12,6 +12,7 @@ LEAST_NBYTES = 32_000_000
 """Bytes about which something is said: of private memory, of an owner, of unexplained growth in a minute."""
 
 _MOST_OF_OWNER = 2  # times the bytes of what is called the cause: its pages hold more, and batches take some
+_ORIGINAL = -1  # in place of a loader, in a finding about what the process still holds
 _LEAST_S = 50.0  # of growth that nothing explains
 _LEAST_RATE = 1_000_000  # bytes per minute; less is not called growth
 
@@ -66,6 +67,8 @@ def find(
         finding = _forked(report, alive) if report.start_method == "fork" else _rebuilt(report, alive)
         if finding is not None:
             yield finding
+        if report.original_nbytes >= LEAST_NBYTES:
+            yield Finding((report.pid, _ORIGINAL), report.original_nbytes, _held(report))
     why = "no loader of the program has reported it as its worker, so the cause cannot be told"
     if not looks_inside:
         why = "the cause cannot be told from outside, but if the program is started by this command"
@@ -114,6 +117,14 @@ def _rebuilt(report: Report, workers: Sequence[Growth]) -> Finding | None:
         most,
         f"each worker of {report.dataset} is sent, and rebuilds, the {megabytes(report.nbytes)} of "
         f"`{report.owner}`{done}{grows}: {report.start_method} shares no objects. {cure(report)}",
+    )
+
+
+def _held(report: Report) -> str:
+    """On the list or dict that a store was made from, which the program no longer needs."""
+    return (
+        f"process {report.pid} still holds `{report.original}`, about {megabytes(report.original_nbytes)} of "
+        f"Python objects that it has shared: the store has them too. Cure: del {report.original}"
     )
 
 

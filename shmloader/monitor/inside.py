@@ -22,6 +22,7 @@ import torch.multiprocessing
 from shmloader.frameworks.patches import Patches
 from shmloader.store import kinds, static
 from shmloader.store.graph import Graph, Node
+from shmloader.store.originals import is_original
 from shmloader.store.unshared import largest_holder
 from shmloader.torch_private import worker_pids
 
@@ -42,6 +43,8 @@ class Report:
         owner: The expression for the object in the dataset that holds most of what workers copy.
         nbytes: Bytes of it that workers copy: objects that they read under fork, all of it otherwise.
         is_shareable: Whether `shmloader.share` takes the owner.
+        original: The variable by which the program still holds a list or dict that it has shared; "" without.
+        original_nbytes: Bytes of that.
         error: Why the dataset could not be looked at; "" if it was.
     """
 
@@ -53,6 +56,8 @@ class Report:
     owner: str = ""
     nbytes: int = 0
     is_shareable: bool = False
+    original: str = ""
+    original_nbytes: int = 0
     error: str = ""
 
 
@@ -131,7 +136,9 @@ def _report(loader: Any, report: Report, frame: types.FrameType | None) -> Repor
     if not name:
         holder = _name_of(loader, frame)
         name = f"{holder}.dataset" if holder else "dataset"
-    report = replace(report, dataset=name)
+    original, value = _variable(frame, is_original)
+    held_nbytes = kinds.estimate_nbytes(value) if original else 0
+    report = replace(report, dataset=name, original=original, original_nbytes=held_nbytes)
     if not loader.num_workers or getattr(loader, "worker_type", "process") == "thread":
         return report
     method = (loader.multiprocessing_context or torch.multiprocessing).get_start_method()
@@ -159,19 +166,25 @@ def _largest_copied(graph: Graph) -> tuple[int, Node]:
 
 
 def _name_of(value: Any, frame: types.FrameType | None) -> str:
-    """The program's name for an object: a variable in a calling frame, or an attribute of its ``self``."""
+    return _variable(frame, lambda held: held is value)[0]
+
+
+def _variable(frame: types.FrameType | None, test: Callable[[Any], bool]) -> tuple[str, Any]:
+    """The first object that passes a test, and the program's name for it; "" if there is none.
+
+    Looked at are the variables of the calling frames, and the attributes of their ``self``.
+    """
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(("shmloader.", "torch.", "sitecustomize")):
             for name, held in _variables(frame):
-                if held is value and name.isidentifier():
-                    return name
+                if name.isidentifier() and test(held):
+                    return name, held
                 if name == "self":
-                    own = static.dict_of(held)
-                    found = next((key for key, attribute in own.items() if attribute is value), None)
-                    if found is not None:
-                        return f"self.{found}"
+                    for key, attribute in static.dict_of(held).items():
+                        if test(attribute):
+                            return f"self.{key}", attribute
         frame = frame.f_back
-    return ""
+    return "", None
 
 
 def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:

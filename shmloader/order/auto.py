@@ -173,7 +173,8 @@ class Growth:
         auto, serve, (workers, prefetch) = self._auto, self._serve, self._serving
         ready = workers
         if serve is not None:
-            if len(self._workers.workers) < auto.num_workers:
+            # Not while it would get a dataset that has heard of the next epoch.
+            if len(self._workers.workers) < auto.num_workers and not self._exchange.told_ahead:
                 self._start_worker()
             self._exchange.look_for_joining()
             ready = min(auto.num_workers, len(self._workers.workers), *self._exchange.joining)

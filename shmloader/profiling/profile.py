@@ -10,8 +10,10 @@ from typing import Any, Self
 from shmloader.errors import LoaderError
 from shmloader.memory.limits import ProcessorUse, processor_use
 from shmloader.profiling.recorder import BatchRecorder, Recorders
+from shmloader.profiling.replay import Replay
 from shmloader.profiling.report import ProfileReport
 from shmloader.statistics import Counters, LoaderStatistics, Recorder
+from shmloader.verdict import Evidence
 
 Tell = Callable[[ProfileReport], object]
 
@@ -30,6 +32,7 @@ class Profile:
         every_s: Seconds from one call of ``tell`` to the next.
         tell: Called with the report as ``next()`` begins, in the program's thread. What it raises comes from
             that call of ``next()``, and no batch is lost.
+        replay: Whether each epoch's first batch comes again and again; see `Replay`.
     """
 
     def __init__(
@@ -39,10 +42,14 @@ class Profile:
         pids: Callable[[], Iterable[int | None]],
         every_s: float = 10.0,
         tell: Tell | None = None,
+        *,
+        replay: bool = False,
     ) -> None:
         self._counters, self._statistics, self._pids = counters, statistics, pids
         self._recorder = BatchRecorder(every_s, None if tell is None else lambda: tell(self.report()))
+        self._replays = replay
         self._outer: Recorder | None = None
+        self._outer_replay = counters.replay
         self._before: ProcessorUse | None = None
         self._first: LoaderStatistics | None = None
         self._report: ProfileReport | None = None
@@ -56,11 +63,16 @@ class Profile:
         self._report = self.report()
         self._recorder.end()
         self._counters.record(self._outer)
+        self._counters.replay_with(self._outer_replay)
 
     def begin(self) -> None:
         """Measure the epochs that begin from now on."""
         self._before, self._first = processor_use(self._pids()), self._statistics()
         self._outer = outer = self._counters.recorder
+        if self._replays:  # workers, whose times would be those of one batch, are not asked
+            self._outer_replay = self._counters.replay
+            self._counters.replay_with(lambda iterator, length: Replay(iterator, length, self._recorder))
+            return
         self._counters.record(self._recorder if outer is None else Recorders(outer, self._recorder))
 
     def report(self) -> ProfileReport:
@@ -69,6 +81,8 @@ class Profile:
             return self._report
         if self._before is None or self._first is None:
             raise LoaderError("the profile has not begun: use it as `with loader.profile() as profile:`")
+        if self._replays:
+            return ProfileReport.of(self._recorder, Evidence(0, 0.0, replays=True))
         now, first = self._statistics(), self._first
         shares: dict[str, Any] = processor_use(self._pids()).shares_since(self._before)
         evidence = replace(

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -22,8 +23,13 @@ from shmloader.profiling.report import ProfileReport
 FOLDER = "SHMLOADER_PROFILE"
 """The environment variable with the folder for reports."""
 
+REPLAY = "SHMLOADER_PROFILE_REPLAYS"
+"""The environment variable that has each loader give its first batch again and again, if it is not empty."""
+
 _EVERY_S = 1.0
+_MOST_AGAIN = 8  # loaders, those that died last
 _numbers = itertools.count()
+_again: deque[Finalize] = deque()
 _profiled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # what `_profile` was given
 
 
@@ -38,6 +44,7 @@ def _begin_in_forked_child() -> None:
     """Profile inherited loaders anew: their parent reports on what it has loaded."""
     for loading in list(_profiled.values()):
         loading.counters.record(None)
+        loading.counters.replay_with(None)
         _profile(loading)
 
 
@@ -48,10 +55,19 @@ def _profile(loading: Any) -> None:
     number = next(_numbers)
     _profiled[id(loading)] = loading
     path = Path(os.environ[FOLDER], f"{os.getpid()}-{number}.json")
-    profile = loading.profile(_EVERY_S, lambda report: _write(path, title, report))
+    replays = bool(os.environ.get(REPLAY))
+    profile = loading.profile(_EVERY_S, lambda report: _write(path, title, report), replay=replays)
     profile.begin()
     # Or at the end of this process, also of one of multiprocessing, which calls no function of atexit.
-    Finalize(loader, _write_last, (path, title, profile), exitpriority=0)
+    Finalize(loader, _write_twice, (path, title, profile), exitpriority=0)
+
+
+def _write_twice(*report: Any) -> None:
+    """Write the report of a loader that dies, and again at the end: its iterator may outlive it."""
+    _write_last(*report)
+    if len(_again) == _MOST_AGAIN:
+        _again.popleft().cancel()
+    _again.append(Finalize(None, _write_last, report, exitpriority=0))
 
 
 def _write_last(path: Path, title: str, profile: Profile) -> None:

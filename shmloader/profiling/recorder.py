@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.messages import shown
 from shmloader.profiling.probe import BatchProbe
 from shmloader.statistics import Recorder
 from shmloader.wire.records import BatchTimes
+
+_P = ParamSpec("_P")
 
 MOST_BATCHES = 10_000
 """Entries that are kept: those before them are forgotten."""
@@ -177,33 +179,25 @@ class Recorders:
 
     def __init__(self, outer: Recorder, inner: Recorder) -> None:
         self.make_probe = inner.make_probe
-        self._both = outer, inner
-
-    def begin_epoch(self, num_workers: int) -> None:
-        """See `shmloader.statistics.Recorder`, here and below."""
-        for one in self._both:
-            one.begin_epoch(num_workers)
+        self.begin_epoch = _both(outer.begin_epoch, inner.begin_epoch)
+        self.begin_next = _both(outer.begin_next, inner.begin_next)
+        self.end_next = _both(outer.end_next, inner.end_next)
+        self.note_times = _both(outer.note_times, inner.note_times)
+        self._samplers = outer.time_sampler, inner.time_sampler
 
     def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Both time it."""
-        for one in self._both:
-            batches = one.time_sampler(batches)
+        for time_sampler in self._samplers:
+            batches = time_sampler(batches)
         return batches
 
-    def begin_next(self, waited_ns: int) -> None:
-        """Both note it."""
-        for one in self._both:
-            one.begin_next(waited_ns)
 
-    def end_next(self, waited_ns: int, held: int) -> None:
-        """Both note it."""
-        for one in self._both:
-            one.end_next(waited_ns, held)
+def _both(first: Callable[_P, None], second: Callable[_P, None]) -> Callable[_P, None]:
+    def call(*given: _P.args, **named: _P.kwargs) -> None:
+        first(*given, **named)
+        second(*given, **named)
 
-    def note_times(self, worker_id: int, times: BatchTimes, payload: bytes) -> None:
-        """Both take them."""
-        for one in self._both:
-            one.note_times(worker_id, times, payload)
+    return call
 
 
 class _Timed:

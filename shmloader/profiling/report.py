@@ -141,10 +141,12 @@ class ProfileReport:
 
     def last_spans(self) -> list[tuple[str, str, float, float]]:
         """The `spans` of the last 300 batches."""
-        last = self.returned[-_MOST_DRAWN:]
-        begin_s = last[0].began_ns / 1e9 if last else 0.0
-        made = tuple(one for one in self.made[-_MOST_DRAWN:] if one.times.began_ns / 1e9 >= begin_s)
-        return list(replace(self, returned=last, made=made).spans())
+        returned, made = self.returned[-_MOST_DRAWN:], self.made[-_MOST_DRAWN:]
+        begins = [returned[0].began_ns] if returned else []  # entries stand for different numbers of batches
+        begin_ns = max([*begins, made[0].times.began_ns] if made else begins, default=0)
+        returned = tuple(one for one in returned if one.began_ns >= begin_ns)
+        made = tuple(one for one in made if one.times.began_ns >= begin_ns)
+        return list(replace(self, returned=returned, made=made).spans())
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """Spans of work: who did it, its name, its beginning and its duration, in seconds."""
@@ -196,7 +198,7 @@ def render(figures: dict[str, Any], width: int | None = None) -> str:
     lines.append(f"{batches:,} batches in {time_of(total_s)}: {rate:,.1f} batches/s{limit}")
     workers = f"{figures['num_workers']} worker(s)" if figures["num_workers"] else "in next()"
     heads = ((MAIN, "main", "main process"), (WORKERS, "workers", workers))
-    for names, key, head in heads:
+    for names, key, head in heads if figures["by_worker"] else heads[:1]:
         shown = _TIMES if width is None else _TIMES[: (width - 29) // 10]
         lines.append(f"{head:<22}{'share':>7}" + "".join(f"{title:>10}" for title in shown))
         for name, title in names.items():

@@ -107,7 +107,7 @@ class HostLoading(Loading):
         """Refuse."""
         raise _not_here("'async for'", "Use 'for', in a thread of its own.")
 
-    def profile(self, every_s: float, tell: Callable[[Any], object] | None) -> Any:
+    def profile(self, every_s: float, tell: Callable[[Any], object] | None, *, replay: bool = False) -> Any:
         """Refuse."""
         raise _not_here("profile()", "Profile the loader without shared_by, in one process.")
 
@@ -182,7 +182,7 @@ def _epoch_of_sampler(settings: Settings) -> int | None:
 def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> Any:
     """Fork the process that serves a copy of a loader; it is the child of this rank, and ends with it."""
     served = copy.copy(loader)
-    served.shared_by, served.pin_memory = None, False
+    vars(served).update(shared_by=None, pin_memory=False)
     vars(served).pop("device", None)
     set_device(served, None)
     arguments = served, name, ranks, about, os.getpid()

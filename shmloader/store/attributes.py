@@ -31,6 +31,7 @@ from shmloader.store.graph import Graph, Node, blame_element
 from shmloader.store.handles import MappedFiles, is_shared, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
+from shmloader.store.originals import note_shared
 from shmloader.store.replace import Replacer
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -71,6 +72,7 @@ def share_graph(
             if any(make is not None for _, make in made):
                 buffer = writer.seal()
                 replaced = {id(node.value): make(buffer) for node, make in made if make is not None}
+    note_shared(node.value for node in nodes if id(node.value) in replaced)
     _report(graph, replaced)
     return replacer.replace(root, replaced) if replaced else root
 

@@ -29,13 +29,16 @@ _IN_WORKERS = (
 )
 
 
+EpochCall = tuple[int, GlobalStates]
+"""The argument of a ``loader.set_epoch()``, and the states that the program's global generators had before
+its dataset was called."""
+
+
 class EpochSettings(NamedTuple):
     """Settings that differ from epoch to epoch; they cross the process boundary."""
 
     shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
-    # Arguments of ``loader.set_epoch()`` since the last epoch began, each with the states that the program's
-    # global generators had before its dataset was called.
-    calls: list[tuple[int, GlobalStates]]
+    calls: list[EpochCall]  # since the last epoch began
     make_probe: Callable[[], Probe] | None = None  # makes a worker's probe if this epoch is profiled
 
     def make_calls(self, owners: list[Any]) -> None:

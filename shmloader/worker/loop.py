@@ -40,6 +40,7 @@ from shmloader.wire.records import (
     TakeOver,
     handed_over,
     pack_epoch_begun,
+    pack_handed_over,
     pack_piece_ready,
     pack_published,
     pack_stream_ended,
@@ -48,7 +49,7 @@ from shmloader.wire.records import (
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.dataset_setup import DatasetSetup
-from shmloader.worker.epoch_settings import EpochSettings, owners_in
+from shmloader.worker.epoch_settings import EpochCall, EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules, Probe
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.links import Link
@@ -73,6 +74,9 @@ class WorkerArguments:
     rules: FetchRules
     base_seed: int
     shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
+    # Calls of ``set_epoch()`` that a process makes first: it replaces another, and its dataset has already
+    # heard of the next epoch.
+    calls: list[EpochCall]
     init_fn: Callable[[int], None] | None  # the user's ``worker_init_fn``, called after seeding
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
@@ -103,6 +107,7 @@ class Loop:
         self._setup = DatasetSetup()
         self._fetcher: Fetcher | None = None
         self._start_error: BaseException | None = None
+        self._changeover_error: BaseException | None = None  # for good: further draws would be wrong
         seeds = worker_seeds(arguments.base_seed, arguments.worker_id)
         self._seed, self._rng = seeds.torch_seed, Generators(seeds)
         self._seeds: SampleSeeds | None = None
@@ -149,6 +154,8 @@ class Loop:
         )
         torch_private.set_worker_info(info, in_thread=self._in_thread)
         try:
+            if arguments.calls and not self._in_thread:
+                EpochSettings(None, arguments.calls).make_calls(owners_in(self._dataset))
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
             self._setup.begin(info)  # after it, since it may change the dataset
@@ -188,10 +195,11 @@ class Loop:
             self._change_over(request, self._handover)
 
     def _change_over(self, request: Request, handover: Handover) -> None:
-        """Hand over to another worker, or take over from one; a failure is raised with the next batch."""
+        """Hand over to another worker, or take over from one; a failure is raised with each further batch."""
         try:
             if type(request) is TakeOver:
                 handover.receive(self._dataset, *request)
+                self._changeover_error = self._start_error  # which the next epoch's beginning would drop
             elif type(request) is HandOver:
                 state = handover.pack(self._dataset, self._arguments.rules.collate_fn)
                 for records in handed_over(state, handover.nbytes):
@@ -200,7 +208,9 @@ class Loop:
         except BrokenPipeError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the next batch
-            self._start_error = self._start_error or error
+            self._changeover_error = error
+            if type(request) is HandOver:  # the main process waits for it
+                self._link.send(pack_handed_over(0, 0, 0, b""))
 
     def _begin_epoch(self, request: BeginEpoch) -> None:
         """Begin a new epoch, once all settings are here, with the same dataset object, as torch does."""
@@ -299,6 +309,8 @@ class Loop:
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""
+        if self._changeover_error is not None:
+            raise self._changeover_error
         if self._start_error is not None:
             error, self._start_error = self._start_error, None
             raise error

@@ -18,6 +18,7 @@ from shmloader.resume.passes import Pass
 from shmloader.settings import THREAD, check_workers
 from shmloader.slots import PlaceTable
 from shmloader.torch_private import never_compiled
+from shmloader.worker.epoch_settings import EpochCall
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.loop import WorkerArguments
 from shmloader.workers.processes import ProcessWorker, ProcessWorkers
@@ -34,13 +35,15 @@ def start_workers(
     table: PlaceTable,
     dataset: Any,
     most_workers: int,
+    calls: list[EpochCall],
     init_fn: Any,
     base_seed: int,
     shared_seed: int | None,
 ) -> Workers:
     """Start the workers; settings that these do not support, which some frameworks set late, are errors.
 
-    Dataset, ``init_fn`` and seeds are those of torch's iterator. Each worker is told of ``most_workers``.
+    Dataset, ``init_fn`` and seeds are those of torch's iterator. Each worker is told of ``most_workers``. The
+    list of ``calls`` is that of the moment in which a worker starts.
     """
     settings, stream = one_pass.settings, one_pass.stream
     check_workers(settings, settings.dataset, settings.multiprocessing_context)
@@ -53,6 +56,7 @@ def start_workers(
         base_seed=base_seed,
         # Only streams need it, and their workers are all started with the iterator.
         shared_seed=None if stream is None else stream.share_seed(shared_seed),
+        calls=calls,
         init_fn=init_fn,
         seeds_samples=settings.seeds_samples,
         places=settings.place_results,

@@ -11,6 +11,7 @@ from shmloader.failures.stacks import StackFile
 from shmloader.memory.limits import memory_headroom, oom_kills
 from shmloader.memory.process_memory import read_memory
 from shmloader.messages import ending_of
+from shmloader.pages import page
 from shmloader.store_hooks import hooks
 from shmloader.workers.base import describe_held
 
@@ -41,7 +42,7 @@ def error_of(
         hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
     return WorkerDied(
         f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}.{hint}"
-        f"{describe_held(indices)} (causes and cures: docs/messages.md)",
+        f"{describe_held(indices)} (causes and cures: {page('docs/messages.md')})",
         worker_id=dead.worker_id,
         pid=pid,
         exit_code=code,

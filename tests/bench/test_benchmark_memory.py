@@ -140,6 +140,9 @@ def test_shapes_are_compared_by_start_method_and_workers(
     ]
     assert [one["worker_private_nbytes"] > 0 for one in report["shapes"]] == [False, False, True, True]
     assert "| coco    | torch, list    | 1 fork  |" in output
+    words = [str(tmp_path / name) for name in ("workers.png", "report.json")]
+    subprocess.run([sys.executable, "-m", "benchmarks.memory_picture", *words], cwd=ROOT, check=True)
+    assert (tmp_path / "workers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_first_batches_are_compared_with_a_loader_without_data(
@@ -149,7 +152,7 @@ def test_first_batches_are_compared_with_a_loader_without_data(
     assert [(one["contestant"], one["method"]) for one in report["start"]] == [
         (name, method)
         for method in ("spawn", "forkserver")
-        for name in ("shmloader, nothing", "shmloader, share(list)")
+        for name in ("shmloader, nothing", "shmloader, share(list)", "torch, list")
     ]
     nothing, shared, *_ = (one["first_batch_s"] for one in report["start"])
     assert report["targets"][0]["figure"] == f"{shared - nothing:+.2f} s"

@@ -1,8 +1,10 @@
 """The programs in ``examples`` run as they are written, and leave nothing behind."""
 
+import importlib.util
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,24 @@ from warm_python import warm_python
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
+IN_A_KERNEL = """
+import sys
+
+import nbclient
+import nbformat
+
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": "."}}).execute()
+print([cell.get("outputs") for cell in notebook.cells])
+"""
+
 
 def _run(program: str, folder: Path, *arguments: str) -> str:
     """What a program prints."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    command = [*warm_python(), "-W", "error::RuntimeWarning"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable] if program == "ray_train" else [*warm_python()]
+    command += ["-W", "error::RuntimeWarning"]
     if program == "several_ranks":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
         command += [*launcher, *warm_python()]
@@ -34,6 +49,7 @@ def _run(program: str, folder: Path, *arguments: str) -> str:
         ("detection", "torch.stack at detection.py"),
         ("tabular", "epoch 2: loss"),
         ("several_ranks", "of 1003 samples right"),
+        ("actors_and_learner", "learned from 81920 steps"),
     ],
 )
 def test_an_example_runs(program: str, said: str, tmp_path: Path) -> None:
@@ -48,6 +64,25 @@ def test_the_language_model_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert len(first) == 3
     assert rest[0] == "resumed"
     assert [*first, *rest[1:]] == whole
+
+
+def test_the_ray_example_runs(tmp_path: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed: make test-integrations")
+    assert "695 of 1390 lines" in _run("ray_train", tmp_path)
+
+
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nbclient") is None or importlib.util.find_spec("ipykernel") is None:
+        pytest.skip("nbclient and ipykernel are not installed: make test-integrations")
+    environment = os.environ | {"IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", IN_A_KERNEL, str(EXAMPLES / "notebook.ipynb")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "of 2 workers" in done.stdout or "worker" in done.stdout
+    assert (tmp_path / "batches.png").is_file()
 
 
 def test_the_cells_of_the_notebook_run(tmp_path: Path) -> None:
@@ -66,4 +101,6 @@ def test_every_example_is_listed_and_tested() -> None:
         "tabular",
         "several_ranks",
         "language_model",
+        "actors_and_learner",
+        "ray_train",
     }

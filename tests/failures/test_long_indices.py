@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from shmloader import BadSampleWarning, DataLoader, WorkerDied, WorkerTimeout
 from shmloader.messages import LINE
+from shmloader.pages import page
 
 WAYS = {
     "no workers": {"num_workers": 0},
@@ -114,7 +115,7 @@ def test_a_worker_that_died() -> None:
     with pytest.raises(WorkerDied) as caught:
         next(iter(loader))
     assert len(str(caught.value)) < 2_000
-    assert "... (causes and cures: docs/messages.md)" in str(caught.value)
+    assert f"... (causes and cures: {page('docs/messages.md')})" in str(caught.value)
     assert caught.value.indices == (INDICES["a list"],)
 
 

@@ -1,8 +1,9 @@
-"""Runs the program of docs/integrations/ray.md in one cluster: undisturbed, killed, and on three ranks.
+"""Runs the program of docs/integrations/ray.md in one cluster: with a rank killed, and then on three ranks.
 
-    python ray_page.py FOLDER
+    python ray_page.py FOLDER [ADDRESS]
 
-In FOLDER each run has a folder with a file of lines for each rank and attempt.
+In FOLDER each run has a folder with a file of lines for each rank and attempt, and one for each host that had
+ranks. Without the address of a cluster it starts one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ def program(folder: str, killed_after: int | None) -> Any:
         if name not in attempts:
             number = len(list(Path(folder).glob(f"{name},*")))
             attempts[name] = Path(folder) / f"{name}, attempt {number}"
+            (Path(folder) / f"host {socket.gethostname()}").touch()
         path = attempts[name]
         with path.open("a") as file:
             file.write(" ".join(map(str, (rank, *values))) + "\n")
@@ -47,7 +50,7 @@ def program(folder: str, killed_after: int | None) -> Any:
     return names["train"]
 
 
-def fit(folder: Path, ranks: int, killed_after: int | None = None, start: str | None = None) -> None:
+def fit(folder: Path, ranks: int, *, killed_after: int | None = None, start: str | None = None) -> None:
     (folder / "lines").mkdir(parents=True)
     page = program(str(folder / "lines"), killed_after)
 
@@ -59,18 +62,20 @@ def fit(folder: Path, ranks: int, killed_after: int | None = None, start: str | 
     ray.train.torch.TorchTrainer(
         train,
         train_loop_config={},
-        scaling_config=ScalingConfig(num_workers=ranks),
+        scaling_config=ScalingConfig(num_workers=ranks, placement_strategy="SPREAD"),
         run_config=RunConfig(storage_path=str(folder), failure_config=FailureConfig(max_failures=1)),
     ).fit()
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
-    fit(folder / "whole", 2)
+    if sys.argv[2:]:
+        ray.init(address=sys.argv[2])
+    else:
+        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000)
     fit(folder / "killed", 2, killed_after=15)
     found = {}
-    for path in (folder / "whole").glob("**/checkpoint.pt"):
+    for path in (folder / "killed").glob("**/checkpoint.pt"):
         state = torch.load(path, weights_only=True)
         found[state["epoch"], state["loader"]["batches"]] = path.parent
     fit(folder / "three", 3, start=str(found[0, 12]))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shmloader
+from frameworks.hosts import HOSTS, Host, wait_until
 from frameworks.pages import needs
 from frameworks.rows import Rows
 from shmloader import errors
@@ -132,20 +134,85 @@ def test_a_killed_rank_and_other_ranks_go_on_with_the_page(tmp_path: Path) -> No
     command = [sys.executable, str(PROGRAM), str(tmp_path)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert_runs_go_on(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_same_with_ranks_on_two_hosts(hosts: list[Host], tmp_path: Path) -> None:
+    environment = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "eth0", "RAY_memory_monitor_refresh_ms": "0"}
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    ray += ["--num-cpus=2", "--object-store-memory=100000000"]
+    alpha, beta = hosts
+    address = f"{HOSTS['alpha']}:6379"
+    cluster = []
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # short, for names of sockets
+        try:
+            for host, role in (
+                (alpha, ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}"]),
+                (beta, [f"--address={address}"]),
+            ):
+                host.output("mount", "-t", "tmpfs", "ray", folder)
+                command = [*ray, *role, f"--node-ip-address={HOSTS[host.name]}"]
+                cluster.append(host.start(command, tmp_path, environment))
+                log = tmp_path / f"{host.name}.log"
+                assert wait_until(lambda log=log: "Ray runtime started" in log.read_text(), 120)
+            alpha.name = "program"  # for its log
+            command = [sys.executable, str(PROGRAM), str(tmp_path), address]
+            cluster.append(alpha.start(command, tmp_path, environment))
+            assert wait_until(lambda: cluster[-1].poll() is not None, 600)
+            assert not cluster[-1].returncode, (tmp_path / "program.log").read_text()[-4000:]
+        finally:
+            for process in reversed(cluster):
+                process.terminate()
+                process.wait(60)
+        assert wait_until(lambda: not any(host.left() for host in hosts), 30), [host.left() for host in hosts]
+    for run in ("killed", "three"):
+        assert {path.name for path in (tmp_path / run / "lines").glob("host *")} == {
+            "host alpha",
+            "host beta",
+        }
+    assert_runs_go_on(tmp_path)
+
+
+def assert_runs_go_on(folder: Path) -> None:
+    """Check what the page's program has written: batches and losses."""
 
     def lines(run: str, rank: int, attempt: int = 0) -> list[str]:
-        return (tmp_path / run / "lines" / f"rank {rank}, attempt {attempt}").read_text().splitlines()
+        return (folder / run / "lines" / f"rank {rank}, attempt {attempt}").read_text().splitlines()
 
+    expected = torchs_lines()
     for rank in range(2):
-        whole, killed, rest = lines("whole", rank), lines("killed", rank), lines("killed", rank, 1)
-        assert len(whole) == 60
+        killed, rest, whole = lines("killed", rank), lines("killed", rank, 1), expected[rank]
         assert killed == whole[: len(killed)]
         begun = 60 - len(rest)  # at a fourth batch before rank 1's 15th, whose checkpoint Ray had by then
         assert begun in (4, 8, 12)
         assert rest == whole[begun:]
-    had = [index for rank in range(2) for line in lines("whole", rank)[:12] for index in indices(line)]
+    had = [index for rank in range(2) for line in expected[rank][:12] for index in indices(line)]
     of_three = [line for rank in range(3) for line in lines("three", rank) if line.split()[1] == "0"]
     assert sorted(had + [index for line in of_three for index in indices(line)]) == list(range(480))
+
+
+def torchs_lines() -> list[list[str]]:
+    """The lines of both ranks with torch's loader and sampler, in one process: gradients are averaged."""
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.arange(480), torch.arange(480.0).reshape(480, 1) / 480)
+    samplers = [DistributedSampler(dataset, 2, rank, seed=7) for rank in range(2)]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lines: list[list[str]] = [[], []]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        loaders = [DataLoader(dataset, batch_size=8, sampler=sampler) for sampler in samplers]
+        for batches in zip(*loaders, strict=True):
+            optimizer.zero_grad()
+            for rank, (index, x) in enumerate(batches):
+                loss = (model(x) - x).square().mean()
+                (loss / 2).backward()
+                lines[rank].append(f"{rank} {epoch} {index.tolist()} {loss.item().hex()}")
+            optimizer.step()
+    return lines
 
 
 def indices(line: str) -> list[int]:

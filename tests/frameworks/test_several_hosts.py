@@ -5,35 +5,23 @@ A host is a set of namespaces (network, host name, IPC, mounts) with a /dev/shm 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pytest
 
+from frameworks.hosts import HOSTS, Host, wait_until
+
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "several-hosts.md"
-HOSTS = {"alpha": "10.77.0.1", "beta": "10.77.0.2"}
 RANKS = 4
 KILLED_AT = 9
 DEADLINE_S = 240
 
 pytestmark = pytest.mark.long
 
-# $1 is the host's name, $2 the file with the names of all.
-HOLD = """
-mount -t tmpfs shm /dev/shm && mount --bind "$2" /etc/hosts && hostname "$1" && ip link set lo up || exit
-echo ready
-exec sleep infinity
-"""
 # Goes before the page's loop. Each rank writes a file of its own; one is killed if it has no checkpoint.
 WATCH = f"""
     import signal, socket, sys
@@ -44,83 +32,6 @@ WATCH = f"""
         if rank == {RANKS - 1} and begin == 0 and step == {KILLED_AT}:
             os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-class Host:
-    """A set of namespaces, which live as long as a process that holds them."""
-
-    def __init__(self, name: str, names: Path) -> None:
-        self.name = name
-        namespaces = ["--net", "--uts", "--ipc", "--mount"]
-        self.holder = subprocess.Popen(
-            ["unshare", *namespaces, "sh", "-c", HOLD, "hold", name, str(names)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        self._enter = ["nsenter", f"--target={self.holder.pid}", *namespaces]
-
-    def is_ready(self) -> bool:
-        assert self.holder.stdout is not None
-        return self.holder.stdout.readline() == "ready\n"
-
-    def start(self, command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        with (folder / f"{self.name}.log").open("wb") as log:
-            return subprocess.Popen(
-                [*self._enter, f"--wd={folder}", *command],
-                env=os.environ | environment,
-                stdout=log,
-                stderr=log,
-            )
-
-    def output(self, *command: str) -> str:
-        return subprocess.run([*self._enter, *command], check=True, capture_output=True, text=True).stdout
-
-    def left(self) -> list[str]:
-        """Leftovers: processes except the holder, entries of /dev/shm, and sockets that shmloader made."""
-        sockets = [line for line in self.output("cat", "/proc/net/unix").splitlines() if "shmloader" in line]
-        return [*map(str, self._processes()), *self.output("ls", "-A", "/dev/shm").split(), *sockets]
-
-    def _processes(self) -> Iterator[psutil.Process]:
-        """Processes in the namespaces, except the holder."""
-        network = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if (
-                    process.pid != self.holder.pid
-                    and os.stat(f"/proc/{process.pid}/ns/net").st_ino == network
-                ):
-                    yield process
-
-    def end(self) -> None:
-        """End it, and everything that a failed job left in it."""
-        for process in [*self._processes(), self.holder]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.holder.communicate()
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[list[Host]]:
-    """Two hosts that reach each other by a cable between their interfaces `eth0`."""
-    if missing := [tool for tool in ("unshare", "nsenter", "ip", "hostname") if not shutil.which(tool)]:
-        pytest.skip(f"no {' and '.join(missing)} here")
-    names = tmp_path / "hosts"
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {name}\n" for name, at in HOSTS.items()))
-    made = [Host(name, names) for name in HOSTS]
-    try:
-        if not all(map(Host.is_ready, made)):
-            pytest.skip("no hosts can be made of namespaces here (it takes root)")
-        ends = [f"{host.holder.pid}" for host in made]
-        cable = f"ip link add eth0 netns {ends[0]} type veth peer name eth0 netns {ends[1]}"
-        subprocess.run(cable.split(), check=True)
-        for host in made:
-            host.output("ip", "address", "add", f"{HOSTS[host.name]}/24", "dev", "eth0")
-            host.output("ip", "link", "set", "eth0", "up")
-        yield made
-    finally:
-        for host in made:
-            host.end()
 
 
 def page_program() -> str:
@@ -160,13 +71,6 @@ def read(output: Path) -> Run:
     (host, inode, begin), *lines = [line.split(maxsplit=2) for line in output.read_text().splitlines()]
     batches = {(int(rank), int(begin) + int(step)): json.loads(indices) for rank, step, indices in lines}
     return Run(host, inode, int(begin), batches)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    end_s = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end_s:
-        time.sleep(0.05)
-    return condition()
 
 
 def test_a_job_of_two_hosts_goes_on_after_a_rank_was_killed(hosts: list[Host], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -270,6 +271,22 @@ def test_mypy_knows_the_types_of_results(tmp_path: Path) -> None:
     last = len(TYPED.splitlines())  # where it has to find a wrong name
     assert {line.split(":")[1] for line in found} == {str(last)}, said
     assert "no_such_method" in found[0]
+
+
+@pytest.mark.long
+def test_pyright_knows_the_types_of_results(tmp_path: Path) -> None:
+    pytest.importorskip("pyright", reason="make test installs it")
+    (tmp_path / "program.py").write_text(TYPED)
+    settings = {"extraPaths": [str(Path(__file__).parents[2])], "typeCheckingMode": "standard"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    try:
+        found = json.loads(done.stdout)["generalDiagnostics"]
+    except ValueError:  # it is a Node.js program, which it fetches when it runs for the first time
+        pytest.skip(f"pyright does not run here: {(done.stdout + done.stderr)[-300:]}")
+    assert {each["range"]["start"]["line"] for each in found} == {len(TYPED.splitlines()) - 1}, found
+    assert "no_such_method" in found[0]["message"]
 
 
 def test_mypy_finds_wrong_words_in_a_program(tmp_path: Path) -> None:

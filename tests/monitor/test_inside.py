@@ -106,6 +106,23 @@ def test_a_store_is_no_owner(reports: list[Report]) -> None:
     assert reports[0].nbytes < 100_000
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_list_that_was_shared_and_is_still_held_is_named(reports: list[Report], in_place: bool) -> None:
+    samples = rows()
+    if in_place:
+        train: Any = Samples(samples)
+        shmloader.DataLoader(train, share_dataset=True)
+    else:
+        train = Samples(shmloader.share(samples))
+    list(loader_of(train))
+    assert reports[-1].original == "samples"
+    assert reports[-1].original_nbytes > 1_000_000
+    del samples
+    others = rows()  # which may lie at the same place
+    list(loader_of(train))
+    assert (reports[-1].original, len(others)) == ("", 20_000)
+
+
 def test_spawned_workers_copy_arrays_and_no_tensors(reports: list[Report]) -> None:
     train = Samples(None, boxes=np.zeros(1 << 20), images=torch.zeros(1 << 22))
     list(loader_of(train, "spawn"))

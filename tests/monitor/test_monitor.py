@@ -164,6 +164,15 @@ def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
     assert "Cure" not in text
 
 
+def test_a_list_that_was_shared_and_is_still_held_is_told() -> None:
+    holds = Report(7, 1, "train", "fork", (8,), original="samples", original_nbytes=588 * MB)
+    (text,) = texts(holds, 10 * MB)
+    assert text == (
+        "process 7 still holds `samples`, about 588 MB of Python objects that it has shared: the store has "
+        "them too. Cure: del samples"
+    )
+
+
 def test_small_growth_is_no_finding() -> None:
     assert texts(REPORT, 10 * MB, 20 * MB) == []
 
@@ -281,11 +290,12 @@ def test_the_fixture_is_the_function(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout
 
 
-def test_loading_never_imports_the_monitor() -> None:
+def test_loading_never_imports_monitor_profile_and_commands() -> None:
     code = (
         "import sys, shmloader\n"
         "list(shmloader.DataLoader(list(range(8)), num_workers=1, multiprocessing_context='fork'))\n"
-        "print([name for name in sys.modules if name.startswith('shmloader.monitor')])"
+        "never = tuple('shmloader.' + name for name in ('monitor', 'profiling', 'cli', 'slots.holders'))\n"
+        "print([name for name in sys.modules if name.startswith(never)])"
     )
     done = subprocess.run([*warm_python(), "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -54,6 +54,30 @@ def test_dead_workers_are_replaced_meanwhile(tmp_path: Path, three_cores: None) 
         assert processes(loader) >= loader.num_workers
 
 
+class Told(Draws):
+    """Sample ``i`` is the epoch that its worker's dataset has heard of."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return self.epoch
+
+
+def test_none_is_added_whose_dataset_has_heard_of_the_next_epoch(three_cores: None) -> None:
+    with DataLoader(Told(90, 0.003), num_workers="auto", persistent_workers=True) as loader:
+        iterator = iter(loader)
+        assert int(next(iterator)) == 0
+        loader.set_epoch(1)
+        assert {int(batch) for batch in iterator} == {0}
+        assert processes(loader) == 1
+        assert {int(batch) for batch in loader} == {1}
+        assert processes(loader) > 1
+
+
 def end_the_second(worker_id: int) -> None:
     if worker_id == 1:
         os.kill(os.getpid(), signal.SIGKILL)

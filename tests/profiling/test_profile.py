@@ -323,3 +323,57 @@ def test_profiles_in_each_other_both_measure(num_workers: int) -> None:
         list(loader)
     assert (inner.report().batches, outer.report().batches) == (10, 30)
     assert sum(made.times.batches for made in inner.report().made) <= 10
+
+
+class Endless(Numbers):
+    """A stream without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1_000_000))
+
+
+@pytest.mark.parametrize("way", ["fork", "in_process"])
+def test_a_replay_gives_the_first_batch_as_often_as_there_are_batches(way: str) -> None:
+    with DataLoader(Numbered(80, delay_s=0.001), 8, **WAYS[way]) as loader:
+        expected = [batch.clone() for batch in loader]
+        with loader.profile(replay=True) as profile:
+            for _ in range(2):
+                batches = iter(loader)
+                first = next(batches)
+                assert not loader.statistics().slots_granted, "the workers have ended"
+                for batch in batches:
+                    assert torch.equal(batch, first)
+                    time.sleep(0.02)
+        report = profile.report()
+        assert all(map(torch.equal, expected, loader))
+    assert torch.equal(first, expected[0])
+    assert report.batches == 20
+    assert report.main["wait"].most_s == 0
+    assert report.main["step"].p50_s >= 0.02
+    assert "no loader makes this program faster than" in report.verdict.text
+    assert "worker" not in str(report)
+
+
+def test_a_replay_of_a_stream_without_a_length_ends() -> None:
+    with DataLoader(Endless(), 8) as loader, loader.profile(replay=True) as profile:
+        assert sum(1 for _ in loader) == 1_000
+    assert profile.report().batches == 1_000
+
+
+def test_a_program_may_take_entries_out_of_a_batch_that_is_replayed() -> None:
+    rows = [{"number": number} for number in range(32)]
+    with DataLoader(rows, 8) as loader, loader.profile(replay=True):
+        assert [batch.pop("number").tolist() for batch in loader] == [list(range(8))] * 4
+
+
+def test_the_last_spans_of_main_process_and_workers_begin_together() -> None:
+    """One entry of the main process stands for many quick batches, and one of a worker for few slow ones."""
+    with DataLoader(Numbered(2400, delay_s=0.0008), 4, num_workers=2) as loader:
+        report, _ = with_profile(loader)
+    begins: dict[str, float] = {}
+    for who, _, at_s, _ in report.last_spans():
+        begins.setdefault(who, at_s)
+    first, *_, last = sorted(begins.values())
+    whole_s = max(at_s for _, _, at_s, _ in report.last_spans()) - first
+    assert len(report.returned) > 300 or len(report.made) > 300
+    assert last - first < whole_s / 4

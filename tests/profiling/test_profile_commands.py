@@ -198,6 +198,11 @@ if __name__ == "__main__":
     child.start()
     child.join()
 """
+INLINE = """
+for _ in range(10):
+    for _ in shmloader.DataLoader(Numbered(80), 8):
+        pass
+"""
 OWN = """
 loader = shmloader.DataLoader(Numbered(80), 8)
 with loader.profile():
@@ -213,8 +218,9 @@ list(loader)
         (f"METHOD = 'fork'\n{GLOBAL}", [10]),
         (f"METHOD = 'forkserver'\n{GLOBAL}", [10]),
         (OWN, [20]),
+        (INLINE, [10] * 8),
     ],
-    ids=["forked", "fork", "forkserver", "own"],
+    ids=["forked", "fork", "forkserver", "own", "inline"],
 )
 @pytest.mark.usefixtures("program")
 def test_each_process_reports_on_what_it_has_loaded(tmp_path: Path, code: str, batches: list[int]) -> None:
@@ -235,6 +241,13 @@ for number, _ in enumerate(loader):
     assert 0 < batches <= 90
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"step", "fetch"} <= {event["name"] for event in events}
+
+
+@pytest.mark.usefixtures("program")
+def test_each_loader_of_a_program_is_replayed(tmp_path: Path) -> None:
+    code = "print(len({float(batch[0, 0]) for batch in shmloader.DataLoader(Numbered(80), 8)}))"
+    done, batches = profiled(tmp_path, code, "--replay")
+    assert (done.returncode, done.stdout, batches) == (0, "1\n", [10]), done.stderr
 
 
 def test_a_picture_of_another_form_is_refused_before_the_program_starts(

@@ -47,7 +47,7 @@ CURED = {"no_space", "files", "ancdata", "local_object", "manager", "object_gone
 """Programs that load all batches with shmloader's loader, unchanged."""
 
 OURS = {
-    "shmloader worker … was killed by signal …": "killed",
+    "shmloader worker … was killed by signal 9 (SIGKILL)": "killed",
     "the program keeps … batches, the most that slots are made for": "keeps",
     "this iterator cannot go on: …": "closed",
     "each of … workers rebuilds the dataset's Python objects from a pickle": "rebuilt",
@@ -90,9 +90,12 @@ def test_every_heading_is_checked() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("heading", TORCHS)
 def test_a_program_with_torchs_loader_ends_with_the_message(heading: str) -> None:
-    status, said = run(TORCHS[heading], "torch")
-    assert status or heading.startswith("can only test")  # which is ignored, and printed
-    assert words(heading).search(said), said[-2000:]
+    for _ in range(5):  # of two messages about one death, torch gives the one that it hears of first
+        status, said = run(TORCHS[heading], "torch")
+        assert status or heading.startswith("can only test")  # which is ignored, and printed
+        if words(heading).search(said):
+            return
+    pytest.fail(said[-2000:])
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from loading import Numbered
 from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader.memory import Segment
 
 BATCH = 600  # so many indices do not fit in a record
 
@@ -75,6 +77,45 @@ def test_a_worker_that_dies_meanwhile_is_replaced_and_gets_them_in_order() -> No
                 kept.append(next(iterator))
         assert [batch[:, 0].tolist() for batch in kept] == indices
         assert loader.statistics().worker_restarts == 1
+
+
+def test_a_worker_that_ends_before_its_only_task_that_was_sent_has_begun_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait for memory are not in its pipe either: they are no batch that it has ended at."""
+    reserve, calls = Segment.reserve, 0
+
+    def refuse(segment: Segment, slot: int, held_nbytes: int, nbytes: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 1 and loader.statistics().worker_restarts < 2:
+            raise SharedMemoryExhausted("refused", needed_nbytes=nbytes)
+        return reserve(segment, slot, held_nbytes, nbytes)
+
+    monkeypatch.setattr(Segment, "reserve", refuse)
+    indices = [list(range(BATCH))] * 4
+
+    def end_twice(_: int) -> None:
+        done = len(list(tmp_path.iterdir()))
+        if done < 2:
+            (tmp_path / str(done)).touch()
+            os._exit(3)
+
+    loader = DataLoader(
+        Numbered(BATCH),
+        batch_sampler=indices,
+        num_workers=1,
+        worker_restarts=3,
+        worker_init_fn=end_twice,
+        multiprocessing_context="fork",
+    )
+    with loader:
+        iterator, found = iter(loader), 0
+        while found < len(indices):
+            with contextlib.suppress(SharedMemoryExhausted):
+                next(iterator)
+                found += 1
+        assert loader.statistics().worker_restarts == 2
 
 
 class Count(IterableDataset):

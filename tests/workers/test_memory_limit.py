@@ -19,30 +19,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from leaking_datasets import Leaking
+from leaking_datasets import LEAK_NBYTES, LIMIT_NBYTES, SMALL, Leaking, loader_of, values
 from robustness.processes import LONG, wait_gone
 from torch.utils.data import Dataset, IterableDataset
 
 import shmloader
 from shmloader import DataLoader, NotReady
 from shmloader.memory.process_memory import private_nbytes
-
-# Forked from a small process: of a large one workers copy more, and it takes longer to read what they have.
-SMALL = {"multiprocessing_context": "forkserver"}
-LIMIT_NBYTES = 160 << 20
-LEAK_NBYTES = 6 << 20
-Batches = list[dict[str, Any]]
-
-
-def loader_of(dataset: Any, limit_nbytes: int | None = LIMIT_NBYTES, **options: Any) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(4)
-    options = {"num_workers": 2, "batch_size": 2, "shuffle": True, "generator": generator} | options
-    return DataLoader(dataset, worker_max_nbytes=limit_nbytes, **options)
-
-
-def values(batches: Any) -> Batches:
-    """All but the pids."""
-    return [{name: leaf.tolist() for name, leaf in batch.items() if name != "pid"} for batch in batches]
 
 
 def polled(loader: Any) -> Any:
@@ -92,8 +75,7 @@ def test_memory_is_constant_and_nothing_else_differs() -> None:
         {"dispatch": "dynamic"},
         {"num_workers": 1, "prefetch_factor": 5},
         {"memory_budget_nbytes": 1 << 16},
-        # Its draws differed once in some fifty runs, which is not explained yet.
-        pytest.param({"dataset": leaking.Told, "persistent_workers": True}, marks=pytest.mark.long),
+        {"dataset": leaking.Told, "persistent_workers": True},
         {"dataset": leaking.WithState, "persistent_workers": True},
         {"dataset": leaking.WithState, "num_workers": 1},
         {"read": polled},

@@ -246,6 +246,50 @@ def test_a_worker_that_dies_while_an_abandoned_epoch_ends_is_replaced(tmp_path: 
         assert now.slots_granted == now.slots_published == 0
 
 
+class Told(Numbered):
+    """Sample ``i`` is the epoch that its worker's dataset has heard of."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.epoch)
+
+
+@pytest.mark.parametrize(("method", "persistent"), [("fork", True), ("forkserver", False)])
+def test_a_new_worker_hears_of_the_epoch_that_its_batches_belong_to(
+    method: str, persistent: bool, warm_helpers: None
+) -> None:
+    """While the program's dataset has heard of the next one."""
+    options = {"num_workers": 2, "worker_restarts": 4, "persistent_workers": persistent}
+    options |= {"multiprocessing_context": method}
+    with DataLoader(Told(64), batch_size=4, **options) as loader:
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            iterator = iter(loader)
+            found = {int(value) for value in next(iterator)}
+            loader.set_epoch(7)
+            loader.set_epoch(epoch + 1)
+            os.kill(iterator._workers[1].pid, signal.SIGKILL)
+            for batch in iterator:
+                found |= set(batch.tolist())
+            assert found == {epoch}
+            assert loader.statistics().worker_restarts == epoch + 1
+
+
+def test_a_worker_is_not_replaced_if_its_epoch_was_never_told() -> None:
+    with DataLoader(Told(64), batch_size=4, num_workers=2, worker_restarts=4) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        loader.set_epoch(1)
+        os.kill(iterator._workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"Call loader.set_epoch\(\) before each epoch"):
+            list(iterator)
+        assert {int(value) for batch in loader for value in batch} == {1}
+
+
 def test_a_worker_that_cannot_be_replaced_is_an_error_that_ends_all_workers(tmp_path: Path) -> None:
     """No descriptors are left for its successor."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

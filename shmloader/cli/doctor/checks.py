@@ -135,7 +135,11 @@ def check_memory(host: Host) -> Finding:
         change = f"the slots take {format_nbytes(advice.slots_nbytes)} of it. {describe_remedy(advice)}"
         return Finding("warning", found, change, values)
     if kills:
-        change = "see what was killed (dmesg, memory.events); use fewer workers or raise the memory limit"
+        change = (
+            "if it was a worker: DataLoader(..., share_dataset=True) keeps the dataset's Python objects in "
+            "memory once; `python -m shmloader memory -- python train.py` names the attribute that workers "
+            "copy, and each process's memory. Else use fewer workers or raise the memory limit"
+        )
         return Finding("warning", found, change, values)
     return Finding("ok", found, values=values)
 
