@@ -6,6 +6,7 @@ included. It ends with that rank. A rank's loader is a reader there; `HostLoadin
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -80,10 +81,10 @@ class HostLoading(Loading):
             reader.set_epoch(epoch)
         return iter(reader)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the number of the next epoch, here and where the loader is served."""
+    def set_dataset_epoch(self, epoch: int) -> None:
+        """Tell the number of the next epoch, here and where the loader is served: to its sampler as well."""
         reader = self._attached()
-        super().set_epoch(epoch)
+        super().set_dataset_epoch(epoch)
         reader.set_epoch(epoch)
 
     def state_dict(self, taken: int | None = None) -> State:
@@ -102,6 +103,10 @@ class HostLoading(Loading):
     def state_after_epoch(self, epoch: int) -> State:
         """Refuse."""
         raise _not_here("the state after an epoch that was not read", "Call state_dict() after the epoch.")
+
+    def batch(self, epoch: int, number: int) -> Any:
+        """Refuse."""
+        raise _not_here("batch()", "Call it of a loader without shared_by, with the state loaded.")
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
         """Refuse."""
@@ -149,7 +154,7 @@ def _description(settings: Settings) -> str:
         LoaderError: If its sampler divides the data among all ranks.
     """
     words = [type(settings.dataset).__qualname__]
-    if not settings.is_iterable:
+    with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
         words.append(f"{len(settings.dataset):,} samples")
     words.append(f"batch_size={settings.batch_size}")
     rank, ranks = rank_and_ranks()

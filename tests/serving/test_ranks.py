@@ -22,6 +22,7 @@ from serving_programs import WAIT_S, Numbers, numbers, plain, wait_until
 from warm_python import warm_python
 
 import shmloader
+from shmloader.loading import loading_of
 from shmloader.serving import ranks as serving_ranks
 
 FORK = multiprocessing.get_context("fork")
@@ -87,9 +88,16 @@ def shared(**options: Any) -> shmloader.DataLoader[Any]:
     return numbers(shared_by="host", **options)
 
 
+class Unsized(torch.utils.data.Dataset[Any]):
+    """Has no length: its sampler has."""
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"index": index}
+
+
 def epochs(rank: int) -> Any:
     train = shared(seed_per_sample=True)
-    small = shared(dataset=Numbers(8), shuffle=False)
+    small = shared(dataset=Unsized(), shuffle=False, sampler=range(8))
     torch.manual_seed(rank)
     before = torch.get_rng_state()
     got = [[plain(batch) for batch in train], [batch["index"].tolist() for batch in small]]
@@ -134,11 +142,12 @@ def told(rank: int) -> Any:
         sampler.set_epoch(epoch)
         assert [index for _, indices in batches for index in indices.tolist()] == list(sampler)
         got.append({int(one) for epochs, _ in batches for one in epochs})
-    return got
+    loading_of(loader).set_dataset_epoch(6)  # as Lightning and accelerate do, for datasets
+    return [*got, {int(one) for epochs, _ in loader for one in epochs}]
 
 
 def test_epochs_are_told_by_the_loader_or_its_sampler() -> None:
-    assert outcomes(told) == [[{3}, {4}, {5}]] * 2
+    assert outcomes(told) == [[{3}, {4}, {5}, {6}]] * 2
 
 
 def states(rank: int, state: Any) -> Any:
@@ -270,7 +279,8 @@ def test_a_rank_alone_on_its_host_loads_by_itself_and_missing_numbers_are_named(
 
 def others(rank: int) -> Any:
     loader, said = shared(), []
-    for call in (lambda: loader.follow([]), loader.profile, lambda: aiter(loader)):
+    calls = lambda: loader.follow([]), lambda: loader.batch(0, 0), loader.profile, lambda: aiter(loader)
+    for call in calls:
         with pytest.raises(shmloader.LoaderError, match="not there for a loader with shared_by='host'"):
             call()
         said.append(True)
@@ -278,7 +288,7 @@ def others(rank: int) -> Any:
 
 
 def test_what_is_not_there_is_an_error() -> None:
-    assert outcomes(others) == [[True] * 3] * 2
+    assert outcomes(others) == [[True] * 4] * 2
     with pytest.raises(ValueError, match="shard='auto' divides a stream among all ranks"):
         shmloader.DataLoader(Stream(), shard="auto", shared_by="host")
     with pytest.raises(ValueError, match="shared_by must be one of 'host', not 'rank'"):
