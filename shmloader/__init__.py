@@ -37,7 +37,7 @@ from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
-from shmloader.loading import set_epoch
+from shmloader.loading import imported_when_used, set_epoch
 from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
@@ -58,6 +58,22 @@ _IMPORTED_WHEN_USED = {
     "serve": "serving",
     "wait": "channel.queue",
 }
+
+
+def _host_loading(loader: Any) -> Any:
+    from shmloader.serving.ranks import host_loading
+
+    return host_loading(loader)
+
+
+def _own_process(dataset: Any) -> Any:
+    from shmloader.channel.stage import OwnProcess
+
+    return OwnProcess(dataset)
+
+
+# The loader may not import these packages, which import it: it looks here for what it needs of them.
+imported_when_used.update(host=_host_loading, OwnProcess=_own_process)
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,23 @@ def rank_and_ranks() -> tuple[int, int]:
     return int(rank), int(ranks)
 
 
+def local_rank_and_ranks() -> tuple[int, int]:
+    """This rank among those of its host, and their number, of the environment; 0 and 1 outside a run.
+
+    Raises:
+        ValueError: If ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``, which torchrun sets, are missing in a run.
+    """
+    rank, ranks = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if rank is None and ranks is None and rank_and_ranks()[1] == 1:
+        return 0, 1
+    if not (rank and rank.isdigit() and ranks and ranks.isdigit() and int(rank) < int(ranks)):
+        raise ValueError(
+            "shared_by='host' needs this rank's number on its host and how many there are, as torchrun sets "
+            f"them in the environment: LOCAL_RANK is {rank!r} and LOCAL_WORLD_SIZE is {ranks!r}"
+        )
+    return int(rank), int(ranks)
+
+
 def check_equal_ends(batches: int, timeout_s: float) -> None:
     """Compare how many batches the ranks have had, at the end of an epoch whose stream they divided.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from shmloader.framework_rebuilds import (
     PreparedFlag,
@@ -17,13 +17,14 @@ from shmloader.framework_rebuilds import (
     warn_of_ray,
     warn_of_torchs_class,
 )
-from shmloader.loading import loading_of
+from shmloader.loading import imported_when_used, loading_of
 from shmloader.settings import (
     OWN_DEFAULTS,
     PROCESS,
     Dispatch,
     OnError,
     Shard,
+    SharedBy,
     WorkerType,
     check_arguments,
     check_torchs,
@@ -151,6 +152,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             ``cat``, ``zeros``, ``pad_sequence`` and others), and that are in the batch, are made in its slot
             instead of being copied there. The same for ``dataset[i]`` with ``batch_size=None``. Worker
             processes only. See docs/vectorised.md.
+        shared_by: ``"host"``: the ranks of a host, under torchrun, all get the same batches, as tensor- and
+            pipeline-parallel peers need them. They are made once, in a process that local rank 0 starts at
+            the first ``iter()`` and that ends with it. See docs/serving.md.
 
     Raises:
         TypeError: For a wrong type, such as a number that is not whole (``1e9`` is a float), with the
@@ -158,6 +162,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         ValueError: For arguments that torch refuses, with torch's message; for other values than those above,
             and for arguments that exclude each other, with what to pass instead.
         RuntimeError: From ``iter()``, for a missing accelerator.
+        LoaderError: From ``iter()``, with ``shared_by="host"``: if the sampler divides the data among all
+            ranks, or other ranks of the host have another loader; `ServerDied` if the serving process ends.
     """
 
     memory_budget_nbytes: int | None
@@ -172,6 +178,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     snapshot_every_n_steps: int | None
     seed_per_sample: bool | None
     place_results: bool
+    shared_by: SharedBy | None
     is_shmloader = True  # accelerate copies it, under install()
     _is_accelerate_prepared = PreparedFlag(warn_of_torchs_class)
 
@@ -214,6 +221,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         seed_per_sample: bool | None = None,
         device: torch.device | str | int | None = None,
         place_results: bool = True,
+        shared_by: SharedBy | None = None,
     ) -> None:
         given = locals()
         given["num_workers"] = workers = number_or_auto("num_workers", num_workers, 1)
@@ -223,7 +231,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         options = set_options(self, {name: given[name] for name in OWN_DEFAULTS})
         set_device(self, device)
         check_arguments(options, dataset, workers, persistent_workers, multiprocessing_context)
-        given["dataset"] = shared_if_asked(self, dataset)
+        given["dataset"] = _staged(shared_if_asked(self, dataset), workers)
         super().__init__(**{name: given[name] for name in _TORCHS if name in given})
         warn_of_ray(self)
 
@@ -405,3 +413,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 takes no time. What is trained meanwhile is worth nothing.
         """
         return loading_of(self).profile(every_s, callback, replay=replay)
+
+
+def _staged(dataset: Any, num_workers: int) -> Any:
+    """The dataset; in a process of its own if its ``is_separate_process()`` says so and it has no worker."""
+    says = getattr(type(dataset), "is_separate_process", None)
+    if num_workers or not callable(says) or not isinstance(dataset, IterableDataset) or not says(dataset):
+        return dataset
+    return imported_when_used["OwnProcess"](dataset)

@@ -24,7 +24,7 @@ from shmloader.order.auto import Auto, auto_for
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.readers import Followed
 from shmloader.resume.states import States
-from shmloader.settings import AUTO, THREAD, AutoCount, Settings, options_asked_for
+from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_in_effect, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing, worker_pids
@@ -361,6 +361,19 @@ def set_epoch(loader: Any, epoch: int) -> None:
     loading_of(loader).set_epoch(epoch)
 
 
+imported_when_used: dict[str, Callable[[Any], Any]] = {}
+"""Makers of what packages have that the loader may not import; `shmloader` enters them here.
+
+``host`` makes the `Loading` of a loader with ``shared_by="host"``; ``OwnProcess`` gives a dataset a process.
+"""
+
+
+def _new_loading(loader: Any) -> Loading:
+    shared_by = option_in_effect("shared_by", getattr(loader, "shared_by", None))
+    loading: Loading = imported_when_used.get(shared_by, Loading)(weakref.ref(loader))
+    return loading
+
+
 _profile_each: Callable[[Loading], None] | None = None
 
 
@@ -380,7 +393,7 @@ def loading_of(loader: Any) -> Loading:
     except AttributeError:
         loading = None
     if loading is None:  # in one step: two threads may be here
-        loading = vars(loader).setdefault("_shmloader_loading", Loading(weakref.ref(loader)))
+        loading = vars(loader).setdefault("_shmloader_loading", _new_loading(loader))
     if loading is None or loading.loader() is not loader:  # pickled (see `__reduce__`), or copied
-        loading = loader._shmloader_loading = Loading(weakref.ref(loader))  # noqa: SLF001
+        loading = loader._shmloader_loading = _new_loading(loader)  # noqa: SLF001
     return loading

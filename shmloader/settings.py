@@ -23,6 +23,7 @@ OnError = Literal["raise", "skip", "replace"]
 Dispatch = Literal["static", "dynamic"]
 WorkerType = Literal["process", "thread"]
 Shard = Literal["auto"]
+SharedBy = Literal["host"]
 
 AUTO: Final = "auto"
 STATIC: Final = "static"
@@ -35,6 +36,7 @@ _WORDS = {
     "dispatch": get_args(Dispatch),
     "worker_type": get_args(WorkerType),
     "shard": get_args(Shard),
+    "shared_by": get_args(SharedBy),
 }
 _WHOLE = {
     "memory_budget_nbytes": (1, "a whole number of bytes or None", "int(1e9)"),
@@ -110,6 +112,7 @@ class Settings:
     shard: Shard | None = None
     snapshot_every_n_steps: int | None = None
     place_results: bool = True
+    shared_by: SharedBy | None = None
 
     @classmethod
     def of(cls, loader: Any) -> Self:
@@ -347,6 +350,11 @@ def _contradictions(
             "dispatch='dynamic' needs a map-style dataset: each worker has its own stream of an "
             "iterable-style one, so samples and their order would depend on which worker is free. Leave "
             "dispatch='static'"
+        )
+    if options.shared_by is not None and options.shard is not None:
+        yield (
+            "shard='auto' divides a stream among all ranks, and shared_by='host' gives those of a host the "
+            "same batches: leave one of them out"
         )
     if options.shard is not None and is_pipe:
         yield (

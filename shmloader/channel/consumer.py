@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import time
 from typing import Any
 
 import numpy as np
@@ -101,12 +100,12 @@ class Consumer(End):
             os.write(self._grants_fd, ROOM_RECORD)
         return anchor, header
 
-    def has_news(self) -> bool:
-        """Whether `get` would return an object, or raise, at once."""
+    def has_news(self, deadline: float | None) -> bool:
+        """Whether `get` would return an object, or raise, by the deadline."""
         if self.closed or self._record:
             return True
         try:
-            self.wait(time.monotonic())
+            self.wait(deadline)
         except Elapsed:
             return False
         except (PeerDied, QueueClosed):

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from shmloader.channel.roles import Party, Role, Roles, exit_code_of
+from shmloader.channel.roles import Party, Role, Roles, exit_code_of, has_children
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
 from shmloader.messages import ending_of
 
@@ -130,16 +130,19 @@ class End:
 
     def _check_that_others_live(self) -> None:
         """Raise `PeerDied` if every process has ended that could have used the other end."""
-        others = self._roles.others()
-        if threading.active_count() > 1 or not (others or self._started):  # a thread of this process may
+        others, forks = self._roles.others(), self._roles.forks
+        if threading.active_count() > 1 or not (others or self._started or forks):  # a thread here may
             return
         if any(party.is_alive() for party in others):
             return
         if any(getattr(one, "pid", None) is None or one.poll() is None for one in self._started):
             return
-        pid = others[-1].pid if others else self._started[-1].pid
-        code = exit_code_of(pid, self._started)
-        names = ", ".join(map(str, others)) or f"pid {pid}"
+        if forks and has_children():  # one of them may not have noted itself yet
+            return
+        started = self._started
+        pid = others[-1].pid if others else started[-1].pid if started else -1
+        code = exit_code_of(pid, started) if pid >= 0 else None
+        names = ", ".join(map(str, others)) or (f"pid {pid}" if started else "forked processes of this one")
         raise PeerDied(
             f"no process {self.other.does} any more: those that had it have ended before they used it: "
             f"{names}; the last one {ending_of(code)}. Its own error output says why if it could.",

@@ -9,7 +9,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -92,15 +92,7 @@ class Queue:
             LoaderError: If another process puts into this queue.
         """
         producer = self._producer or self._become_producer()
-        deadline = _deadline(block, timeout)
-        try:
-            producer.enter(deadline)
-            try:
-                producer.put(obj, deadline)
-            finally:
-                producer.lock.release()
-        except Elapsed:
-            raise queue.Full from None
+        _in_turn(producer, producer.put, queue.Full, _deadline(block, timeout), obj)
 
     def put_nowait(self, obj: object) -> None:
         """Put an object if there is room now: ``put(obj, block=False)``."""
@@ -130,16 +122,11 @@ class Queue:
             queue.Full: If there was no room in time. Other errors are those of `put`.
         """
         producer = self._producer or self._become_producer()
-        deadline = _deadline(block, timeout)
-        shape = (size,) if isinstance(size, int) else tuple(size)
-        try:
-            producer.enter(deadline)
-            try:
-                return producer.new_empty(shape, dtype or torch.get_default_dtype(), deadline)
-            finally:
-                producer.lock.release()
-        except Elapsed:
-            raise queue.Full from None
+        wanted = (size,) if isinstance(size, int) else tuple(size), dtype or torch.get_default_dtype()
+        made: torch.Tensor = _in_turn(
+            producer, producer.new_empty, queue.Full, _deadline(block, timeout), *wanted
+        )
+        return made
 
     # --- getting
 
@@ -158,15 +145,7 @@ class Queue:
             LoaderError: If another process gets from this queue.
         """
         consumer = self._consumer or self._become_consumer()
-        deadline = _deadline(block, timeout)
-        try:
-            consumer.enter(deadline)
-            try:
-                return consumer.get(deadline)
-            finally:
-                consumer.lock.release()
-        except Elapsed:
-            raise queue.Empty from None
+        return _in_turn(consumer, consumer.get, queue.Empty, _deadline(block, timeout))
 
     def get_nowait(self) -> Any:
         """Get the next object if it is there: ``get(block=False)``."""
@@ -183,13 +162,9 @@ class Queue:
         """Whether `get` would return an object, or raise, at once."""
         consumer = self._consumer or self._become_consumer()
         try:
-            consumer.enter(0.0)
+            return bool(_in_turn(consumer, consumer.has_news, Elapsed, 0.0))
         except Elapsed:  # another thread is waiting
             return False
-        try:
-            return consumer.has_news()
-        finally:
-            consumer.lock.release()
 
     # --- how full it is
 
@@ -277,6 +252,10 @@ class Queue:
                 self._consumer = Consumer(self._parts, self._roles, self._started)
             return self._consumer
 
+    def has_forked(self) -> None:
+        """Note that this process has forked another one."""
+        self._roles.has_forked()
+
     def after_fork(self) -> None:
         """Give up the parent's ends, in a forked process."""
         for end in self._ends():
@@ -292,6 +271,20 @@ def _received(kind: type[Queue], parts: Parts, roles: Descriptor) -> Queue:
     received = kind.__new__(kind)
     received._set_up(parts, roles)  # noqa: SLF001 - in place of `__init__`
     return received
+
+
+def _in_turn(
+    end: End, call: Callable[..., Any], late: type[Exception], deadline: float | None, *given: object
+) -> Any:
+    """What a call of an end returns, once other threads have left it; raises ``late`` after the deadline."""
+    try:
+        end.enter(deadline)
+        try:
+            return call(*given, deadline)
+        finally:
+            end.lock.release()
+    except Elapsed:
+        raise late from None
 
 
 def _deadline(block: bool, timeout: float | None) -> float | None:
@@ -334,4 +327,9 @@ def _after_fork() -> None:
         one.after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _after_fork_in_parent() -> None:
+    for one in list(live):
+        one.has_forked()
+
+
+os.register_at_fork(after_in_child=_after_fork, after_in_parent=_after_fork_in_parent)

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
 
 _RECORD = struct.Struct("<B3xIQ48s")
@@ -93,6 +95,11 @@ def exit_code_of(pid: int, started: Iterable[Any]) -> int | None:
     return None
 
 
+def has_children() -> bool:
+    """Whether this process has child processes that have not ended."""
+    return any(_stat(child.pid)[0] not in ("Z", "X") for child in psutil.Process().children())
+
+
 class Roles:
     """The holders of the ends of one queue, and the counts of its objects; the same in all processes."""
 
@@ -106,6 +113,7 @@ class Roles:
         self._read_nbytes = PAGE_NBYTES
         self._first: dict[Role, Party] = {}
         self._parties: dict[tuple[int, int], Party] = {}
+        self.forks = False  # whether this process has forked since, so that others may have the queue
         self._note(Role.HOLDER)
 
     def put_another(self) -> None:
@@ -139,8 +147,13 @@ class Roles:
         self._read()
         return [party for party in self._parties.values() if not party.is_this_process]
 
+    def has_forked(self) -> None:
+        """Note that this process has forked another one, which notes itself unless it is killed before."""
+        self.forks = True
+
     def forked(self) -> None:
         """Note that this process has the queue too, because it was forked."""
+        self.forks = False
         self._note(Role.HOLDER, "a fork of ")  # it has its parent's name still
 
     def _note(self, role: Role, of: str = "") -> None:

@@ -75,6 +75,15 @@ class OwnProcess(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return self._items()
 
+    def is_shardable(self) -> bool:
+        """Whether the dataset says that it takes `sharding_settings`."""
+        says = getattr(self.dataset, "is_shardable", None)
+        return callable(says) and bool(says())
+
+    def sharding_settings(self, total_num_of_shards: int, id_of_shard: int) -> None:
+        """Tell the dataset its shard: before its process starts, which gets it so."""
+        self.dataset.sharding_settings(total_num_of_shards, id_of_shard)
+
     def _draw_seed(self) -> int:
         return int(torch.empty((), dtype=torch.int64).random_().item())
 

@@ -10,9 +10,10 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from shmloader.codec.layout import ALIGNMENT, BYTES, ITEM_NBYTES, LONE_LEAF, join_header, pack_row
-from shmloader.codec.leaves import HANDLERS, Add, add_buffer, with_large_bytes
+from shmloader.codec.leaves import HANDLERS, Add, add_buffer, is_plain, with_large_bytes
 from shmloader.codec.slot_allocator import make_placeholder
 
 
@@ -108,6 +109,12 @@ class Encoder:
             return self._commit(header)
         self._outputs, self._found = outputs, found
         try:
+            if (
+                kind is torch.Tensor
+                and is_plain(batch)
+                and HANDLERS[kind](batch, self._add) is not NotImplemented
+            ):
+                return self._commit(join_header((LONE_LEAF,), self._rows))  # in a third of the pickler's time
             pickler.dump(with_large_bytes(batch))
             header = join_header(pickler.written, self._rows)
             # It comes again with the same placeholders, but not with buffers of the program's.

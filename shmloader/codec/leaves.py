@@ -112,6 +112,12 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
     return _as_leaf(add(TENSOR, code, shape, tensor.data_ptr(), tensor))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf as it is, if its dtype and device have any: no call makes it anew."""
+    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.requires_grad)
+    return plain and tensor.is_contiguous() and 1 not in tensor.shape and tensor.dim() <= MOST_DIMENSIONS
+
+
 def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
     # A C function that returns its argument's item. New objects at each call: the pickler would refer
     # back to ones that it has seen.

@@ -15,8 +15,7 @@ class Connection:
         self.reader: Reader | None = None
         self.deaf = False
         self.ask = 0  # the number of its last request for an epoch
-        self._text = b""  # of a state that comes in pieces
-        self._rest_nbytes = 0  # that are still to come
+        self._unsent: list[bytes] = []
 
     def greet(self, reader: Reader) -> None:
         """Note that the reader has introduced itself."""
@@ -26,19 +25,24 @@ class Connection:
         """Note that the reader has asked for an epoch."""
         self.ask = number
 
-    def add(self, piece: bytes, rest_nbytes: int) -> bytes | None:
-        """Take a piece of a state; returns all of it once there is no more to come."""
-        goes_on = self._rest_nbytes == rest_nbytes + len(piece)
-        self._text = self._text + piece if goes_on else piece
-        self._rest_nbytes = rest_nbytes
-        return None if rest_nbytes else self._text
-
     def let_go(self) -> None:
         """Listen to it no more."""
         self.deaf = True
 
+    def add(self, message: bytes) -> None:
+        """Send a message with the next one, or at the next `flush`."""
+        self._unsent.append(message)
+
+    def flush(self) -> bool:
+        """Send what was added, as one message; see `send`."""
+        message = b"".join(self._unsent)
+        self._unsent.clear()
+        return not message or self.send(message)
+
     def send(self, message: bytes, fds: list[int] | None = None) -> bool:
         """Send a message; False if the reader does not read. Its end, if it is gone, is noticed elsewhere."""
+        if self._unsent and not self.flush():
+            return False
         try:
             if fds is None:
                 self.end.send(message, socket.MSG_DONTWAIT)

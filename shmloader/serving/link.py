@@ -8,15 +8,13 @@ from collections import deque
 from typing import Any
 
 from shmloader.codec import Decoder
-from shmloader.errors import LoaderClosed, LoaderError, ServerDied
+from shmloader.errors import LoaderClosed, LoaderError, ResumeError, ServerDied
 from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import restore
 from shmloader.interrupts import HeldInterrupts
 from shmloader.serving import meeting, records
 from shmloader.serving.mapped import MappedSlots
 from shmloader.serving.records import ANSWER, RAISES, Stored
-
-_PIECE_NBYTES = 1 << 11  # of a state, in a message
 
 
 class Link:
@@ -27,11 +25,10 @@ class Link:
     message is looked at and noted before it is taken out of the socket.
     """
 
-    def __init__(self, name: str, timeout_s: float, job: str | None, join: str) -> None:
+    def __init__(self, name: str, timeout_s: float, about: dict[str, Any]) -> None:
         self.name = name
         self._end, self.pid = meeting.connect(name, timeout_s)
         try:
-            about = meeting.introduction(job) | {"join": join}
             self.welcome, fd = meeting.greet(self._end, self.pid, name, about)
         except BaseException:
             self._end.close()
@@ -66,12 +63,12 @@ class Link:
 
     def load(self, text: bytes) -> None:
         """Have the loader's next epoch continue from a state. Raises what that raises."""
-        begin = number = 0
-        while begin < len(text):
-            piece = text[begin : begin + _PIECE_NBYTES]
-            begin += len(piece)
-            number = self._request(records.LOAD, len(text) - begin, piece)
-        self.read(self._stored_for(number))
+        if len(text) > records.MOST_STATE_NBYTES:
+            raise ResumeError(
+                f"a state of {len(text):,} bytes cannot be sent to the process that serves {self.name!r}: "
+                f"{records.MOST_STATE_NBYTES:,} are the most. Load it there, before serve()"
+            )
+        self.read(self._stored_for(self._request(records.LOAD, 0, text)))
 
     def _stored_for(self, request: int) -> Stored:
         answer = self._answer_to(request)
@@ -163,13 +160,13 @@ class Link:
     def _note(self, message: bytes) -> None:
         kind = message[0] if message else 0
         if kind == records.STORED:
-            stored = records.unpack_stored(message)
-            if stored.flags & ANSWER:
-                self._answers[stored.number] = stored
-            elif self._epoch_here == self._epoch:
-                self._batches.append(stored)
-            else:
-                self.slots.pass_over(stored)
+            for stored in records.unpack_stored(message):
+                if stored.flags & ANSWER:
+                    self._answers[stored.number] = stored
+                elif self._epoch_here == self._epoch:
+                    self._batches.append(stored)
+                else:
+                    self.slots.pass_over(stored)
         elif kind == records.END:
             self._is_over = self._epoch_here == self._epoch
         elif kind == records.CLOSED:

@@ -61,6 +61,11 @@ def why_refused(own: dict[str, Any], its: dict[str, Any], name: str) -> str | No
             f"({' '.join(its['run'])}). Give each run's loader a name of its own; or, if both are to read "
             "one loader, pass the same job=... to serve and to attach."
         )
+    if own.get("loader") != its.get("loader"):
+        return (
+            "with shared_by='host' all ranks of a host make the same loader, for they get the same batches. "
+            f"Local rank 0 has: {own.get('loader')}; and this rank: {its.get('loader')}"
+        )
     return None
 
 

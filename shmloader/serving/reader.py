@@ -14,7 +14,7 @@ import torch
 
 from shmloader import torch_private
 from shmloader.errors import LoaderClosed, SharedMemoryExhausted
-from shmloader.serving import records
+from shmloader.serving import meeting, records
 from shmloader.serving.link import Link
 from shmloader.serving.roster import Join
 
@@ -47,6 +47,7 @@ class AttachedLoader:
         self._device = device
         self._wants = -1  # the epoch's number
         self._iterator: weakref.ref[AttachedIterator] | None = None
+        self._left_at = -1  # the batches of the epoch that was left, up to the last one that was returned
         self._batches = self._wait_ns = 0
 
     def __len__(self) -> int:
@@ -65,6 +66,7 @@ class AttachedLoader:
             if before is not None:
                 before.end(LoaderClosed("iter() was called again: this iterator reads no more"))
             self._link.ask(self._wants)
+            self._left_at = -1
             iterator = AttachedIterator(self, self._link, self._lock)
             self._iterator = weakref.ref(iterator)
             return iterator
@@ -76,19 +78,29 @@ class AttachedLoader:
         """Have the server call ``loader.set_epoch(epoch)`` before the next epoch; readers have to agree."""
         self._wants = epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, taken: int | None = None) -> dict[str, Any]:
         """The serving loader's state after the batches that this reader's ``next()`` has returned.
 
         It is what a program gets that iterates over the loader itself, and can be loaded there. The server
         answers between two batches.
+
+        Args:
+            taken: The place after so many of the batches that were returned since ``iter()``.
 
         Raises:
             ResumeError: If the served loader has no such state, or other readers are in a later epoch.
         """
         with self._lock:
             live = self._live()
-            state: dict[str, Any] = self._link.state(-1 if live is None else live.taken)
+            place = self._left_at if live is None else live.place(taken)
+            state: dict[str, Any] = self._link.state(place)
             return state
+
+    def leave(self, place: int) -> None:
+        """Leave the epoch after so many of its batches."""
+        with self._lock:
+            self._left_at = place
+            self._link.leave()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the serving loader's next epoch continue from a state. Readers have to load the same one.
@@ -152,10 +164,11 @@ class AttachedIterator:
     def __iter__(self) -> Self:
         return self
 
-    @property
-    def taken(self) -> int:
-        """The batches of the epoch up to the last one that was returned; -1 outside the epoch."""
-        return -1 if self._first < 0 or self._ended is not None else self._first + self._taken
+    def place(self, taken: int | None = None) -> int:
+        """The batches of the epoch up to the one returned last, or the ``taken``-th; -1 outside it."""
+        if self._first < 0 or self._ended is not None:
+            return -1
+        return self._first + (self._taken if taken is None else taken)
 
     def end(self, why: Exception) -> None:
         """Give no more batches."""
@@ -196,8 +209,7 @@ class AttachedIterator:
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             if self._ended is None:
-                with self._lock:
-                    self._link.leave()
+                self._loader.leave(self.place())
 
 
 def attach(
@@ -232,4 +244,5 @@ def attach(
     if join not in ("now", "next"):
         raise ValueError(f'join is "now" or "next", and got {join!r}')
     target = None if device is None else torch.device(device)
-    return AttachedLoader(Link(name, timeout_s, job, join), pin_memory=pin_memory, device=target)
+    about = meeting.introduction(job) | {"join": join}
+    return AttachedLoader(Link(name, timeout_s, about), pin_memory=pin_memory, device=target)

@@ -13,10 +13,12 @@ from typing import NamedTuple
 PROTOCOL = 1
 """Raise it with every change of a message."""
 
-MOST_NBYTES = 1 << 13  # of a message
+MOST_STATE_NBYTES = 1 << 16  # of a state that is loaded
+MOST_REQUEST_NBYTES = MOST_STATE_NBYTES + (1 << 13)
+MOST_NBYTES = 1 << 13  # of a message of the server
 
-# Of the server: a byte for the kind, then for `STORED` a record, for `EPOCH` two numbers, beside descriptors,
-# for `END` nothing, else text.
+# Of the server: a byte for the kind, then for `STORED` a record (and more such messages, joined), for `EPOCH`
+# two numbers, beside descriptors, for `END` nothing, else text.
 WELCOME, REFUSED, EPOCH, STORED, END, CLOSED = range(1, 7)
 
 # Of a reader: see `Request`.
@@ -51,7 +53,7 @@ class Request(NamedTuple):
 
     # `ASK` for an epoch, with number ``value`` for ``set_epoch()``, or -1; for batches up to the `NEXT` one,
     # the ``value``-th since it joined the epoch; `LEAVE` the epoch; for the `STATE` after ``value`` batches
-    # of the epoch, or -1 between epochs; `LOAD` a state, of which ``value`` bytes follow in further ones.
+    # of the epoch, or -1 between epochs; `LOAD` a state.
     kind: int
     value: int
     number: int = 0  # the reader's own, for the answer
@@ -64,9 +66,9 @@ def pack_stored(stored: Stored) -> bytes:
     return _STORED.pack(STORED, *stored)
 
 
-def unpack_stored(message: bytes) -> Stored:
-    """Unpack it."""
-    return Stored._make(_STORED.unpack(message)[1:])
+def unpack_stored(message: bytes) -> list[Stored]:
+    """Unpack one, or several that were joined."""
+    return [Stored._make(fields[1:]) for fields in _STORED.iter_unpack(message)]
 
 
 def pack_epoch(request: int, number: int) -> bytes:

@@ -12,15 +12,12 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
-from shmloader.errors import LoaderError, ResumeError
+from shmloader.errors import LoaderError, NotReady, ResumeError
 from shmloader.host_sockets import not_inherited
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
@@ -32,7 +29,7 @@ from shmloader.store.host_server import peer_of
 
 _log = logging.getLogger(__name__)
 
-MOST_WINDOW = 32
+WINDOW, MOST_WINDOW = 4, 32
 _KEPT = 16  # so many things may readers hold beside those in the window before they copy what they get
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_S = 0.02
@@ -55,12 +52,14 @@ class Server:
         self._number = 0  # batches of this epoch so far
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
 
-    def run(self, epochs: int | None, check: Callable[[], None]) -> None:
-        """Serve until all is over, see `serve`, or ``check`` raises."""
+    def run(self, epochs: int | None) -> None:
+        """Serve until all is over, see `serve`."""
         while not self._is_over(epochs):
-            check()
             # Without a wait as long as anything can go on: its turn may come by what was done, not said.
-            self._look(0 if self._go_on(epochs) else None)
+            goes_on = self._go_on(epochs)
+            if not goes_on:
+                self._flush()
+            self._look(0 if goes_on else None)
 
     def _go_on(self, epochs: int | None) -> bool:
         """Do what is due; False if there is nothing to do before a reader says something."""
@@ -123,7 +122,7 @@ class Server:
 
     def _receive(self, connection: Connection) -> None:
         try:
-            message = connection.end.recv(records.MOST_NBYTES, socket.MSG_DONTWAIT)
+            message = connection.end.recv(records.MOST_REQUEST_NBYTES, socket.MSG_DONTWAIT)
         except (BlockingIOError, ConnectionResetError):  # reset: its last messages are still here
             return
         try:
@@ -200,8 +199,8 @@ class Server:
             reader.leave()
         elif kind == records.STATE:
             self._reply(connection, request.number, lambda: self._state(reader, value))
-        elif (text := connection.add(request.text, value)) is not None:
-            self._reply(connection, request.number, lambda: self._load(text))
+        else:
+            self._reply(connection, request.number, lambda: self._load(request.text))
 
     def _reply(self, connection: Connection, number: int, make: Callable[[], Any]) -> None:
         """Send a reader what a function returns or raises."""
@@ -209,7 +208,7 @@ class Server:
             item = self._source.store(make())
         except Exception as error:  # noqa: BLE001 - the reader's
             item = self._source.store_error(error, f"Raised in process {os.getpid()}, which serves")
-        self._send(item, [connection], records.ANSWER, number)
+        self._reply_with(item, connection, number)
 
     def _state(self, reader: Reader, taken: int) -> Any:
         if taken >= 0 and reader.epoch != self._roster.epoch:
@@ -247,7 +246,7 @@ class Server:
             where = f"Raised in process {os.getpid()}, which serves {self._name!r}, when an epoch began"
             for connection in waiting:
                 item = self._source.store_error(error, where)
-                self._send(item, [connection], records.ANSWER, connection.ask)
+                self._reply_with(item, connection, connection.ask)
             return
         self._number, self._loaded = 0, None
         for reader in self._roster.begin_epoch():
@@ -258,7 +257,11 @@ class Server:
 
     def _make_batch(self) -> None:
         try:
-            item = self._source.next()
+            try:
+                item = self._source.next(waits=False)
+            except NotReady:
+                self._flush()
+                item = self._source.next()
         except StopIteration:
             for reader in self._roster.end_epoch():
                 self._connection_of(reader).send(bytes([records.END]))
@@ -272,13 +275,21 @@ class Server:
             reader.send()
         room = self._roster.window + 2 * len(self._roster) + _KEPT
         flags = records.COPY if len(self._held) >= min(room, MOST_WINDOW + _KEPT) else 0
-        self._send(item, [self._connection_of(reader) for reader in active], flags, self._number)
+        connections = [self._connection_of(reader) for reader in active]
+        message = self._hold(item, connections, flags, self._number)
+        for connection in connections:
+            connection.add(message)
 
-    def _send(self, item: Item, to: list[Connection], flags: int, number: int) -> None:
-        """Send something to readers, which hold it from now on."""
+    def _flush(self) -> None:
+        """Send readers the batches that were made since: one message for all that needed no wait."""
+        for connection in list(self._of_readers.values()):
+            self._check_sent(connection, connection.flush())
+
+    def _hold(self, item: Item, to: list[Connection], flags: int, number: int) -> bytes:
+        """Let readers hold something from now on; returns the message that tells them."""
         readers = [connection.reader.number for connection in to if connection.reader is not None]
         seq, place = self._held.add(item.anchor, readers), item.place
-        message = records.pack_stored(
+        return records.pack_stored(
             Stored(
                 item.flags | flags,
                 seq,
@@ -289,9 +300,14 @@ class Server:
                 place.header_end,
             )
         )
-        for connection in to:
-            if not connection.send(message) and not connection.deaf:
-                self._let_go(connection, "this process does not read what it is sent")
+
+    def _reply_with(self, item: Item, connection: Connection, number: int) -> None:
+        message = self._hold(item, [connection], records.ANSWER, number)
+        self._check_sent(connection, connection.send(message))
+
+    def _check_sent(self, connection: Connection, was_sent: bool) -> None:
+        if not was_sent and not connection.deaf:
+            self._let_go(connection, "this process does not read what it is sent")
 
     def close(self, why: str) -> None:
         """Tell readers why there is no more, and end."""
@@ -308,7 +324,7 @@ def serve(
     name: str,
     *,
     readers: int | None = None,
-    window: int = 4,
+    window: int = WINDOW,
     policy: Policy = "wait",
     epochs: int | None = None,
     job: str | None = None,
@@ -318,8 +334,8 @@ def serve(
     Each batch is made once, lies in shared memory once, and goes to every reader that is in the epoch; its
     memory is used again when the last of them has let it go. This call iterates over the loader in this
     process, as a training program does, and returns when it is over: see ``readers`` and ``epochs``. Ctrl-C
-    ends it like any program, SIGTERM as well; readers then get an error that says so. Nothing is left behind
-    however it ends. See docs/serving.md.
+    ends it like any program; readers then get an error that says so, and after SIGTERM and SIGKILL one that
+    names the process. Nothing is left behind however it ends. See docs/serving.md.
 
     An epoch begins when all readers that took part in the last one ask for it, by ``iter()``.
 
@@ -352,44 +368,21 @@ def serve(
         raise ValueError(f'policy is "wait" or "drop", and got {policy!r}')
     if readers is not None and readers < 1:
         raise ValueError(f"readers is 1 or more, or None, and got {readers}")
-    about, listener = meeting.introduction(job), meeting.listen(name)
+    run_server(loader, name, Roster(readers, window, policy), meeting.introduction(job), epochs)
+
+
+def run_server(
+    loader: Any, name: str, roster: Roster, about: dict[str, Any], epochs: int | None = None
+) -> None:
+    """Serve, and end: `serve` with checked arguments, and an introduction of this process."""
+    listener = meeting.listen(name)
     why = f"process {os.getpid()}, which served {name!r}, has ended"
-    with listener, _Termination() as termination:
-        server = Server(Source(loader), name, Roster(readers, window, policy), about, listener)
+    with listener:
+        server = Server(Source(loader), name, roster, about, listener)
         try:
-            server.run(epochs, termination.check)
+            server.run(epochs)
         except BaseException as error:
             why += f": {type(error).__name__}"
             raise
         finally:
             server.close(why)
-
-
-class _Termination:
-    """Lets SIGTERM end a block by `SystemExit`, unless the program handles it.
-
-    An exception in a destructor is lost: so the signal is noted, too, and `check` raises it again.
-    """
-
-    def __init__(self) -> None:
-        self._number = 0
-        here = threading.current_thread() is threading.main_thread()
-        self._handles = here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-    def _end(self, number: int, _: FrameType | None) -> None:
-        self._number = number
-        self.check()
-
-    def check(self) -> None:
-        """Raise `SystemExit` if the signal has come."""
-        if self._number:
-            raise SystemExit(128 + self._number)
-
-    def __enter__(self) -> Self:
-        if self._handles:
-            signal.signal(signal.SIGTERM, self._end)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._handles:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)

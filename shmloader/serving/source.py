@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shmloader.codec import Decoder, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.errors import LoaderClosed, ResumeError, SharedMemoryExhausted
+from shmloader.errors import LoaderClosed, NotReady, ResumeError, SharedMemoryExhausted
 from shmloader.failures.exceptions import capture
 from shmloader.iterator import SlotIterator
 from shmloader.memory import Segment
@@ -93,10 +93,16 @@ class Source:
         """Leave the epoch: its workers end, unless they are persistent."""
         self._iterator = None
 
-    def next(self) -> Item:
-        """The next batch; raises what ``next()`` of the loader's iterator raises."""
+    def next(self, *, waits: bool = True) -> Item:
+        """The next batch; raises what ``next()`` of the loader's iterator raises.
+
+        Without ``waits`` it raises `NotReady` if that is not here.
+        """
+        iterator = self._iterator
+        if not (waits or isinstance(iterator, SlotIterator)):
+            raise NotReady
         try:
-            batch = next(self._iterator)
+            batch = next(iterator) if waits else iterator.try_next()
         finally:
             anchor = self._decoder.take()
         if anchor is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from stream_datasets import BySettings
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
@@ -124,6 +125,57 @@ def test_leaving_early_ends_the_process() -> None:
     pid = next(items)["pid"]
     items.close()
     assert not psutil.pid_exists(pid)
+
+
+class Says(Numbers):
+    """Says whether it has a process of its own, as PyTorch's RFC #49440 has it."""
+
+    separate = True
+
+    def is_separate_process(self) -> bool:
+        return self.separate
+
+
+def test_a_dataset_that_says_so_has_a_process_of_its_own_without_workers() -> None:
+    for separate, workers in ((True, 0), (False, 0), (True, 1)):
+        dataset = Says(6)
+        dataset.separate = separate
+        dataset.calls = 7
+        loader = shmloader.DataLoader(dataset, 2, num_workers=workers)
+        assert isinstance(loader.dataset, OwnProcess) is (separate and not workers)
+        items = list(loader)
+        assert [item["x"][:, 0, 0].tolist() for item in items] == [[0, 1], [2, 3], [4, 5]]
+        assert (os.getpid() in items[0]["pid"].tolist()) is (not separate)
+        assert items[0]["calls"].tolist() == [8 if separate and not workers else 7] * 2  # by `lazy_init`
+
+
+class Pipe(IterableWrapper):  # type: ignore[misc]
+    """A DataPipe that says so."""
+
+    def is_separate_process(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((item, os.getpid()) for item in self.iterable)
+
+
+def test_so_has_a_data_pipe() -> None:
+    items = list(shmloader.DataLoader(Pipe(range(4)), batch_size=None))
+    assert [item for item, _ in items] == [0, 1, 2, 3]
+    assert os.getpid() not in {pid for _, pid in items}
+
+
+@pytest.mark.parametrize("shardable", [True, False])
+def test_each_item_comes_once_over_ranks(shardable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        dataset = OwnProcess(BySettings(8, shardable))
+        got.append([int(item) for item in shmloader.DataLoader(dataset, batch_size=None, shard="auto")])
+        assert dataset.dataset.part == ((2, rank) if shardable else (1, 0))
+    assert sorted(got[0] + got[1]) == list(range(8))
+    assert len(got[0]) == len(got[1])
 
 
 def test_a_worker_is_told_to_do_without() -> None:

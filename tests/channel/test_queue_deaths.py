@@ -94,6 +94,32 @@ def test_a_process_that_ends_before_its_first_use_is_an_error(warm_helpers: None
     )
 
 
+def test_a_process_that_was_killed_before_it_could_note_itself() -> None:
+    """Nobody has noted it; that this process forks, and has no living child, tells that nobody will come."""
+    python(
+        """
+        import os, queue, signal, time
+
+        dies = []
+        os.register_at_fork(after_in_child=lambda: dies and os.kill(os.getpid(), signal.SIGKILL))
+        import pytest
+        from shmloader import PeerDied, Queue
+
+        if not (lives := os.fork()):
+            time.sleep(600)
+        one = Queue(2)
+        dies.append(True)
+        if not os.fork():
+            raise AssertionError
+        with pytest.raises(queue.Empty):  # a child lives, which may come
+            one.get(timeout=1.5)
+        os.kill(lives, signal.SIGKILL)
+        with pytest.raises(PeerDied, match="no process puts into this queue any more"):
+            one.get()
+        """
+    )
+
+
 def test_a_thread_may_put_although_a_process_has_ended() -> None:
     one, got = Queue(2), []
     thread = threading.Thread(target=lambda: got.append(one.get()))

@@ -14,9 +14,9 @@ import pytest
 import traced_files
 from warm_python import warm_python
 
-WRITES = 40
+WRITES = 41
 BATCH_FILES, ITER_FILES = 22, 32
-STATES_OF_THE_STORE = 5
+STATES_OF_THE_STORE = 6
 STORE = Path(__file__).parents[2] / "shmloader" / "store"
 
 PLANTED = """

@@ -59,13 +59,15 @@ def test_the_servers_death_is_an_error_that_names_it() -> None:
             reader.state_dict()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_server_that_is_told_to_end_says_so(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, shmloader.ServerDied), (signal.SIGINT, shmloader.LoaderClosed)]
+)
+def test_a_server_that_is_told_to_end_says_so(number: signal.Signals, error: type[Exception]) -> None:
     with served(numbers, readers=1, fails=True) as (name, process), shmloader.attach(name) as reader:
         batches = iter(reader)
         next(batches)
         os.kill(process.pid, number)
-        with pytest.raises(shmloader.LoaderClosed, match=f"process {process.pid}.* has ended"):
+        with pytest.raises(error, match=f"process {process.pid}.* has ended"):
             list(batches)
 
 
@@ -385,25 +387,3 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
         silent.send(records.pack_request(records.ASK, -1, 1, []))
         with shmloader.attach(name, join="now") as reader:
             assert len(list(reader)) > 8
-
-
-class Terminated:
-    """A loader that gets SIGTERM in a destructor, where an exception is lost."""
-
-    def __iter__(self) -> Any:
-        self.dies = Terminated.Dies()
-        del self.dies
-        return iter(range(4))
-
-    class Dies:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0)  # the handler runs here
-
-
-def test_a_signal_whose_exception_is_lost_ends_the_server_as_well() -> None:
-    with served(Terminated, fails=True) as (name, process), shmloader.attach(name) as reader:
-        with pytest.raises(shmloader.LoaderClosed, match="SystemExit"):
-            list(reader)
-        process.join(WAIT_S)
-        assert process.exitcode == 128 + signal.SIGTERM

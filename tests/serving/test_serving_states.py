@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-from serving_programs import Numbers, numbers, plain, served, served_by_thread
+from serving_programs import Numbers, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
 
@@ -75,6 +75,8 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     with served_by_thread(numbers(), readers=1) as name, shmloader.attach(name) as reader:
         with pytest.raises(shmloader.ResumeError):
             reader.load_state_dict({"x" * 9000: 1})
+        with pytest.raises(shmloader.ResumeError, match=r"a state of 70,\d\d\d bytes cannot be sent"):
+            reader.load_state_dict({"x" * 70_000: 1})
         assert len(list(reader)) == 16
 
 
@@ -97,3 +99,24 @@ def test_one_that_came_late_has_the_state_of_its_place_and_others_have_none_of_i
             later.state_dict()
         for each in (one, now, later):
             each.close()
+
+
+def test_a_reader_that_breaks_off_has_the_state_of_its_place() -> None:
+    make = functools.partial(numbers, seed_per_sample=True)
+    expected = batches_of(make())
+    loader = make()
+    with served_by_thread(loader, readers=1) as name, shmloader.attach(name) as reader:
+        for number, _ in enumerate(reader, 1):
+            if number == 2:
+                wait_until(lambda: loader.statistics().batches > 2)
+                break
+        state = reader.state_dict()
+        assert state["batches"] == 2
+        batches = iter(reader)
+        for _ in range(3):
+            next(batches)
+        assert reader.state_dict(taken=1)["batches"] == 1
+        del batches
+    again = make()
+    again.load_state_dict(state)
+    assert batches_of(again) == expected[2:]

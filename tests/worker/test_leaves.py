@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder, decoder
-from shmloader.codec.layout import ARRAY, join_header, pack_row
+from shmloader.codec.layout import ARRAY, LONE_LEAF, join_header, pack_row
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.memory import Segment
 
@@ -368,3 +368,71 @@ class OfALeaf:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+class Sub(torch.Tensor):
+    """Is pickled by torch's reduction."""
+
+
+def with_attribute() -> torch.Tensor:
+    tensor = torch.arange(3.0)
+    tensor.note = 1  # type: ignore[attr-defined]
+    return tensor
+
+
+LONE: dict[str, torch.Tensor] = {
+    "plain": torch.arange(12.0).reshape(3, 4),
+    "empty": torch.ones(0, 3),
+    "of no dimensions": torch.tensor(7),
+    "bfloat16": torch.ones(4, 2, dtype=torch.bfloat16),
+    "conjugate": (torch.arange(3.0) + 2j).conj(),
+    "negative": torch._neg_view(torch.arange(3.0)),
+    "negative number": torch.tensor(1 + 2j).conj().imag,
+    "a row": torch.arange(12.0).reshape(3, 4)[1],
+    "every other": torch.arange(12.0)[::2],
+    "transposed": torch.arange(12.0).reshape(3, 4).T,
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "one channel, channels last": torch.ones(2, 1, 3, 3).to(memory_format=torch.channels_last),
+    "requiring grad": torch.ones(3, requires_grad=True),
+    "many dimensions": torch.arange(2.0).reshape((1,) * 40 + (2,)),
+    "many dimensions of two": torch.zeros((0,) + (2,) * 40),
+    "sparse": torch.eye(3).to_sparse(),
+    "meta": torch.ones(3, 2, device="meta"),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+    "subclass": torch.ones(3, 2).as_subclass(Sub),
+    "with an attribute": with_attribute(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("name", LONE)
+def test_a_tensor_alone_arrives_as_inside_a_list(name: str) -> None:
+    alone, (inside,) = arrives(LONE[name]), arrives([LONE[name]])
+    assert form_of(alone) == form_of(inside)
+    if alone.is_meta:
+        return
+    assert_same(alone, inside)
+    assert torch.equal(alone.to_dense(), LONE[name].to_dense())
+
+
+def form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All but its items."""
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    bits = tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, vars(tensor)
+    return type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.shape, strides, *bits
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_alone_arrive() -> None:
+    arrived = arrives(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    assert [len(part) for part in arrived.unbind()] == [2, 3]
+
+
+@pytest.mark.parametrize(("name", "is_so"), [("plain", True), ("bfloat16", True), ("transposed", False)])
+def test_a_plain_tensor_alone_needs_no_pickler(name: str, is_so: bool) -> None:
+    segment = Segment()
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, segment.reserve(0, 0, 1 << 16), 1 << 20)
+    begin, end, _ = Encoder(allocator).encode(LONE[name])
+    assert bytes(allocator.view()[begin:end]).startswith(LONE_LEAF) is is_so
+    allocator.close()
