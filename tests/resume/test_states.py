@@ -519,7 +519,7 @@ def test_the_count_goes_on_after_an_interrupt_where_an_earlier_program_had_no_or
     """Without workers the batch of the interrupted call is gone, as in torch."""
     with DataLoader(Late(40, log=tmp_path / "log"), 4, num_workers=2, in_order=False) as loader:
         iterator = iter(loader)
-        take(iterator, 3)
+        take(iterator, 2)  # the first batch may come as the third
         state = loader.state_dict()
         assert state["batches"] == 0
         del iterator

@@ -79,6 +79,7 @@ def test_a_worker_that_dies_meanwhile_is_replaced_and_gets_them_in_order() -> No
         assert loader.statistics().worker_restarts == 1
 
 
+@pytest.mark.filterwarnings("ignore::shmloader.SpillWarning")  # of a batch that came before memory was there
 def test_a_worker_that_ends_before_its_only_task_that_was_sent_has_begun_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
