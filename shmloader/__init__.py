@@ -43,17 +43,19 @@ from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics
 from shmloader.store import open_store, share, unshare
 from shmloader.store.host import share_on_host
-from shmloader.tar import TarDataset, TarStream
+from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
 
 if TYPE_CHECKING:
     from shmloader.channel.queue import Queue, wait
     from shmloader.channel.stage import OwnProcess
     from shmloader.serving import attach, serve
+    from shmloader.tar.stream import TarStream
 
 _IMPORTED_WHEN_USED = {
     "OwnProcess": "channel.stage",
     "Queue": "channel.queue",
+    "TarStream": "tar.stream",
     "attach": "serving",
     "serve": "serving",
     "wait": "channel.queue",

@@ -1,10 +1,9 @@
-"""Samples of tar archives: by number (`TarDataset`), and as a stream (`TarStream`).
+"""Samples of tar archives: by number (`TarDataset`); and in `stream`, with Arrow, one after another (`TarStream`).
 
 No module that loads imports it.
 """
 
 from shmloader.tar.dataset import TarDataset
 from shmloader.tar.decoders import DECODERS
-from shmloader.tar.stream import TarStream
 
-__all__ = ["DECODERS", "TarDataset", "TarStream"]
+__all__ = ["DECODERS", "TarDataset"]

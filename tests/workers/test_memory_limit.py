@@ -100,9 +100,9 @@ def test_order_and_draws_are_those_of_an_undrained_run(options: dict[str, Any]) 
 
 
 def test_all_start_methods(start_method: str) -> None:
-    expected = values(loader_of(Leaking(160), None, num_workers=1))
+    expected = values(loader_of(Leaking(400), None, num_workers=1))
     limit = 500 << 20  # a spawned worker has torch's memory for itself
-    leaks = Leaking(160, 8 << 20)
+    leaks = Leaking(400, 8 << 20)  # the worker looks at its memory from time to time
     with loader_of(leaks, limit, num_workers=1, multiprocessing_context=start_method) as loader:
         assert values(loader) == expected
         assert loader.statistics().workers_renewed >= 1
