@@ -27,6 +27,7 @@ from rich.text import Text
 from torch.utils.data import Dataset
 
 from benchmarks.fresh_process import ROOT
+from benchmarks.options import finite_number
 from shmloader import DataLoader
 
 PICTURES = ("memory-growth.png", "memory-live.svg", "profile.png", "profile.svg", "top.svg")
@@ -134,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", help="where to write them")
-    parser.add_argument("--program", type=float, metavar="S", help=argparse.SUPPRESS)
+    parser.add_argument("--program", type=finite_number(0.0), metavar="S", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     if arguments.program:
         be_program(arguments.program)

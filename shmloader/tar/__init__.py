@@ -1,4 +1,4 @@
-"""Samples of tar archives: by number (`TarDataset`); and in `stream`, with Arrow, one after another (`TarStream`).
+"""Samples of tar archives: by number (`TarDataset`), and with Arrow one after another (`stream.TarStream`).
 
 No module that loads imports it.
 """
