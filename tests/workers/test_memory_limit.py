@@ -143,9 +143,8 @@ def test_a_worker_that_is_killed_as_it_hands_over(tmp_path: Path) -> None:
 def test_kills_at_random_moments_lose_no_batch() -> None:
     """Of workers that are replaced all the time."""
     chance = random.Random(2)
-    samples = 800 if LONG else 400
-    order = [batch["index"] for batch in values(loader_of(Leaking(samples), None))]
-    with loader_of(Leaking(samples, 4 << 20), worker_restarts=100) as loader:
+    order = [batch["index"] for batch in values(loader_of(Leaking(800), None))]
+    with loader_of(Leaking(800, 6 << 20), worker_restarts=100) as loader:
         found = []
         for number, batch in enumerate(loader):
             found.append(batch["index"].tolist())
