@@ -19,24 +19,10 @@ import numpy as np
 import torch
 
 import shmloader
+from benchmarks.store_shapes import coco
 
 Line = tuple[str, float, str, float | None]
 """What was measured, the figure, its unit, and what it must not exceed."""
-
-
-def coco(number: int) -> dict[str, Any]:
-    """An annotation as in COCO's files."""
-    box = [number % 640 + 0.5, number % 480 + 0.25, number % 97 + 1.0, number % 89 + 2.5]
-    outline = [float((number * 7 + place * 13) % 6400) / 10 for place in range(8 + number % 5 * 4)]
-    return {
-        "id": number,
-        "image_id": number // 7,
-        "category_id": number % 80,
-        "area": box[2] * box[3],
-        "bbox": box,
-        "iscrowd": 0,
-        "segmentation": [outline],
-    }
 
 
 def mixed(number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where the pages of the documentation are: in the checkout, or where pip has installed them."""
+"""Paths of the pages of the documentation: in the checkout, or where pip has installed them."""
 
 from __future__ import annotations
 

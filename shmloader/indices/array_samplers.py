@@ -167,7 +167,7 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
 
 
 def _permutation(length: int, generator: torch.Generator) -> Order:
-    """What ``torch.randperm`` draws, as int32 where that suffices: the same numbers in half the memory."""
+    """A permutation as ``torch.randperm`` draws it; as int32, in half the memory, where that suffices."""
     dtype = torch.int32 if length <= 1 << 31 else torch.int64
     return torch.randperm(length, generator=generator, dtype=dtype).numpy()
 

@@ -190,23 +190,20 @@ def open_store(
     the file must not be changed in place meanwhile (write a new one and rename it, as ``save`` does).
 
     Args:
-        path: The file; its contents decide, not its name. Or a folder with such files, or a pattern such as
-            ``train/*.parquet``: the rows of all of them, in the order of their names. Or a list of any of
-            these, in its order.
+        path: The file; its contents decide, not its name. Or a folder or a pattern (``train/*.parquet``): the
+            rows of all its files, in the order of their names. Or a list of any of these, in its order.
         columns: The fields to read; None for all.
         allow_pickle: Whether values may be unpickled, which runs code: only from sources that you trust.
         lazy: Whether row groups of Parquet files are read when they are needed.
         cache_nbytes: With ``lazy``: bytes of row groups that each process keeps, unpacked; None: 1 GiB.
         filesystem: With ``lazy``: the file system of the paths, a ``pyarrow.fs.FileSystem`` or one of
-            fsspec's. None: the local one, or for URLs (``s3://``, ``gs://``, ``https://``) that which Arrow
-            or fsspec has for them.
-        verify: Whether to compare local files with the checksums that ``save`` wrote, which reads each as a
-            whole, about 1 s for a gigabyte. None: only Parquet that is unpacked now, and other files if all
-            of them take 64 MiB at most. With True a file without checksums is an error.
+            fsspec's. None: the local one, or what Arrow or fsspec has for URLs (``s3://``, ``https://``).
+        verify: Whether to compare local files with the checksums that ``save`` wrote, in about 1 s for a
+            gigabyte; a file without them is an error then. None: Parquet that is unpacked now, and other
+            files if all take 64 MiB at most.
 
     Returns:
-        The store. The rows of a table are dicts. Where a mapping or a set was saved, it is a `MappingStore`
-        or `SetStore`, which type checkers cannot know.
+        The store, with dicts as rows of a table. For a mapping or set it is a `MappingStore` or `SetStore`.
 
     Raises:
         FileNotFoundError: If there is no such file.
