@@ -276,7 +276,7 @@ def _received(kind: type[Queue], parts: Parts, roles: Descriptor) -> Queue:
 def _in_turn(
     end: End, call: Callable[..., Any], late: type[Exception], deadline: float | None, *given: object
 ) -> Any:
-    """Call an end when other threads have left it; gives its result, or raises ``late`` after the deadline."""
+    """Call an end when other threads have left it; gives its result, or raises ``late`` after a deadline."""
     try:
         end.enter(deadline)
         try:
