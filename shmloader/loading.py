@@ -289,7 +289,11 @@ def _why_as_torch(dataset: object, num_workers: int) -> str:
 
 
 def _must_load_as_torch(loader: Any) -> bool:
-    """Whether torch's own iterator has to load, and may; warns once of what is lost by it."""
+    """Whether torch's own iterator has to load; warns once of what is lost by it.
+
+    Raises:
+        NotImplementedError: If it would divide a stream otherwise than ``shard=`` asks for.
+    """
     why = _why_as_torch(loader.dataset, loader.num_workers)
     if not why:
         return False
