@@ -35,7 +35,7 @@ class BatchProbe:
         self._measured_ns = 0  # when that one began
         self._received_ns = self._made_ns = self._collate_ns = self._copied_nbytes = 0
         self._slowest = 0, 0, 0  # nanoseconds, place in the index batch, number of samples
-        self._block = 1
+        self._usual_ns, self._block = 1, 1  # of the others; so many samples are timed together
         self._spare_ns = 0  # to be spent on timing quick samples one by one
         self._schedstat_fd = -1
         self._schedule_ns = 0, 0
@@ -51,29 +51,36 @@ class BatchProbe:
             # Also in batches that are not measured: a slow sample may be in any. Others may not be cut.
             if type(indices) is not list or (len(indices) < 2 and not self._measures):
                 return fetch(dataset, indices)
-            samples: list[Any] = []
             size, slowest = self._block_of(len(indices)), self._slowest
             began_ns = then_ns = time.perf_counter_ns()
+            samples = [] if size < len(indices) else fetch(dataset, indices)
             for begin in range(0, len(indices), size):
-                samples += fetch(dataset, indices[begin : begin + size])
+                if size < len(indices):
+                    samples += fetch(dataset, indices[begin : begin + size])
                 now_ns = time.perf_counter_ns()
                 if now_ns - then_ns > slowest[0]:
                     slowest = now_ns - then_ns, begin, min(size, len(indices) - begin)
                 then_ns = now_ns
             self._slowest = slowest
-            usual_ns = (then_ns - began_ns - slowest[0]) // max(1, len(indices) - slowest[2]) or 1
-            self._block = max(1, min(_MOST_IN_BLOCK, _BLOCK_NS // usual_ns))
-            if size > 1 and slowest[0] > _OUTLIER * usual_ns * slowest[2]:
+            if slowest[2] < len(indices):
+                self._usual_ns = (then_ns - began_ns - slowest[0]) // (len(indices) - slowest[2]) or 1
+                self._block = max(1, min(_MOST_IN_BLOCK, _BLOCK_NS // self._usual_ns))
+            if size > 1 and slowest[0] > _OUTLIER * self._usual_ns * slowest[2]:
                 self._spare_ns += slowest[0] // 32  # of what it took, to find the next one exactly
             return samples
 
         return timed
 
     def _block_of(self, samples: int) -> int:
-        """The samples of a block, of a batch of so many: four blocks at least, so that outliers show."""
+        """The samples of a block, of a batch of so many: four blocks at least, so that outliers show.
+
+        A batch that would have no more, and is not measured, is compared with the others as a whole.
+        """
         if self._spare_ns >= samples * _CLOCK_NS:
             self._spare_ns -= samples * _CLOCK_NS
             return 1
+        if not self._measures and self._block > samples // 4 > 0:
+            return samples
         return max(1, min(self._block, samples // 4))
 
     def around_collate(self, collate_fn: _Collate) -> _Collate:

@@ -150,7 +150,9 @@ def test_top_shows_the_figures_so_far(program: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_program_that_is_not_profiled_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--once", "1"]) == 1
+    with subprocess.Popen(["sleep", "60"]) as running:
+        assert main(["top", "--once", str(running.pid)]) == 1
+        running.terminate()
     assert "python -m shmloader profile" in capsys.readouterr().err
 
 
