@@ -1,6 +1,6 @@
 """Measures the memory that a dataset of Python records takes with workers, ranks and spawned processes.
 
-Each measurement has a fresh process to itself. `docs/stores.md` explains the measurements.
+Each measurement has a fresh process to itself. `docs/stores-figures.md` explains the measurements.
 """
 
 from __future__ import annotations
