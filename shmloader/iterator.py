@@ -268,8 +268,11 @@ class SlotIterator(torch_private.OwnOrder):
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
-            with self._lifecycle.expects(Exception):  # of the program's callback; nothing is taken yet
+            try:  # quicker than `expects`
                 recorder.begin_next(self._counters.wait_for_workers_ns)
+            except Exception as error:  # of the program's callback; nothing is taken yet
+                self._lifecycle.expect(error)
+                raise
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         copies = self._copies

@@ -112,6 +112,9 @@ class NextEpoch:
         found = [samplers.attribute_of(sampler, "generator") for sampler in nested]
         self._states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
         self.before = samplers.generator_states(self._index_sampler, self._generator)
+        if samplers.generator_of(self._index_sampler) is torch.default_generator:
+            # The order does not depend on it, and the program draws from it until the epoch begins.
+            self.before = self.before._replace(sampler=None)
         batches = index_arrays(self._index_sampler) or iter(self._index_sampler)
         self._iterator = track(self._index_sampler, batches)
         return next(self._iterator, NOTHING)  # with it, torch's samplers have drawn their order

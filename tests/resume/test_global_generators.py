@@ -136,3 +136,40 @@ def test_draws_of_a_sampler_are_looked_at_in_two_batches_of_the_first_epoch() ->
         assert looked.call_count == 4  # before and after each
         values(loader)
         assert looked.call_count == 4
+
+
+class Told(Sampler[int]):
+    """Has an order for each epoch, without a generator."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + 5 * place) % 12 for place in range(12)])
+
+
+@pytest.mark.parametrize("sampler", [lambda: list(range(12)), Told], ids=["list", "told"])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_state_of_an_epoch_begun_early_leaves_torchs_generator(sampler: Any, taken: int) -> None:
+    """What the program drew between the early draw of the order and the epoch's begin is not drawn again."""
+    options = {"num_workers": 1, "persistent_workers": True, "prefetch_epochs": True}
+    loader = DataLoader(Plain(12), 2, sampler=sampler(), **options)
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        iterator = iter(loader)
+        for _ in range(6 if epoch == 0 else taken):
+            next(iterator)
+            torch.rand(1)
+    state, before = loader.state_dict(), torch.get_rng_state()
+    assert loader.statistics().epochs_prefetched == 1
+    rest = values(iterator)
+    loader.close()
+    other = DataLoader(Plain(12), 2, sampler=sampler())
+    other.load_state_dict(state)
+    assert values(other) == rest
+    assert torch.equal(torch.get_rng_state(), before)
