@@ -37,6 +37,7 @@ multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
 
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
+LONG_TIMEOUT_S = 1800  # of a test with all its random runs
 LONG_FILES = frozenset(
     """
     robustness/test_interrupt.py robustness/test_main_death.py robustness/test_small_machine.py
@@ -54,6 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent
     named = {Path(argument.split("::")[0]).resolve() for argument in config.args}
     if LONG:
+        for item in items:
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
         return
     rest = [
         item
