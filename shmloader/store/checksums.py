@@ -2,7 +2,8 @@
 
 Arrow and Parquet files end with a footer, its length and a magic word; what is before the footer and in no
 block is skipped. There lie the CRC-32 of each block of what comes before, their count in a record, and
-the record's own CRC-32, which covers the footer as well. So any byte that changed is noticed.
+the record's own CRC-32, which covers the footer as well. The record's mark stands at both of its ends, so that
+damage to one does not make the file look like one of another program. So any byte that changed is noticed.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import BinaryIO
 from zlib import crc32
 
 _BLOCK_NBYTES = 1 << 20
-_RECORD = struct.Struct("<QI8s")  # bytes before the checksums, CRC-32 of checksums and footer, mark
-_MARK = b"shmlCRC1"
+_RECORD = struct.Struct("<8sQI8s")  # mark, bytes before the checksums, CRC-32 of checksums and footer, mark
+_MARK = b"shmlCRC2"
 _ALIGNMENT = 64  # of the footer, which stays what it was
 _MAGICS = (b"ARROW1", b"PAR1")
 
@@ -27,7 +28,7 @@ def add_checksums(file: BinaryIO) -> None:
     checksums = checksums.ljust(len(checksums) + -(len(checksums) + _RECORD.size) % _ALIGNMENT, b"\0")
     footer = file.read()
     file.seek(end)
-    file.write(checksums + _RECORD.pack(end, crc32(footer, crc32(checksums)), _MARK) + footer)
+    file.write(checksums + _RECORD.pack(_MARK, end, crc32(footer, crc32(checksums)), _MARK) + footer)
 
 
 def check(path: str) -> bool:
@@ -41,13 +42,13 @@ def check(path: str) -> bool:
         if end < 0:
             return False
         file.seek(end)
-        nbytes, checksum, mark = _RECORD.unpack(file.read(_RECORD.size))
-        if mark != _MARK:
+        first, nbytes, checksum, last = _RECORD.unpack(file.read(_RECORD.size))
+        if _MARK not in (first, last):
             return False
         footer = file.read()
         file.seek(min(nbytes, end))
         written = file.read(max(0, end - nbytes))
-        if crc32(footer, crc32(written)) != checksum:
+        if first != last or crc32(footer, crc32(written)) != checksum:
             raise ValueError("its footer or its checksums are not those that were written")
         found = _checksums_of(file, nbytes)
         for block in range(0, len(found), 4):

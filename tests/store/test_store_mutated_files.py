@@ -117,7 +117,7 @@ for source in map(Path, sources):
         path.unlink(missing_ok=True)
         path.write_bytes(data)
         print("reading mutation", number, "of", source, file=sys.stderr, flush=True)
-        if b"shmlCRC1" in good and data != good:  # what save() wrote has checksums
+        if b"shmlCRC2" in good and data != good:  # what save() wrote has checksums
             try:
                 shmloader.open(path)
             except ValueError as error:
@@ -306,12 +306,8 @@ def test_each_changed_byte_of_a_saved_file_is_noticed(tmp_path: Path, suffix: st
     path = tmp_path / f"saved.{suffix}"
     share([{"n": n, "text": f"text {n}"} for n in range(20)]).save(path)
     good = path.read_bytes()
-    mark = good.index(b"shmlCRC1")
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
-        if place in range(mark, mark + 8):  # of no row: the file has no checksums then
-            assert shmloader.open(path)[3] == {"n": 3, "text": "text 3"}
-            continue
         with pytest.raises(ValueError, match=re.escape(str(path))):
             shmloader.open(path)
 
@@ -326,7 +322,7 @@ def test_checksums_are_looked_at_as_the_program_wishes(
         write = pa.feather.write_feather if suffix == "arrow" else pq.write_table
         write(pa.table({"text": ["a" * 20] * 100}), foreign)
         data = path.read_bytes()
-        place = data.index(b"shmlCRC1") - 1
+        place = data.index(b"shmlCRC2") - 1
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         assert shmloader.open(path, verify=False)[0] == row
         for verify in (None, True):
