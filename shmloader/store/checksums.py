@@ -2,8 +2,8 @@
 
 Arrow and Parquet files end with a footer, its length and a magic word; what is before the footer and in no
 block is skipped. There lie the CRC-32 of each block of what comes before, their count in a record, and
-the record's own CRC-32, which covers the footer as well. The record's mark stands at both of its ends, so that
-damage to one does not make the file look like one of another program. So any byte that changed is noticed.
+the record's own CRC-32, which covers the footer as well. The record's mark stands at both of its ends, so
+that damage to one does not make the file look like one of another program. So any changed byte is noticed.
 """
 
 from __future__ import annotations
