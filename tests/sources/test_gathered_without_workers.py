@@ -122,6 +122,8 @@ def odd_tensors() -> list[torch.Tensor]:
     found = [(halves if dtype is torch.bool else octets).view(dtype) for dtype in CODE_OF_TORCH_DTYPE]
     found += [x().reshape(ROWS, 1, 3).transpose(1, 2).contiguous().transpose(1, 2), x()[:, None, :1]]
     found += [x().expand(4, ROWS, 3)[2], x().flip(0), x()[:, 1:], y().repeat(2)[1::2]]
+    conjugated = torch.view_as_complex(x()[:, :2].contiguous()).conj()
+    found += [conjugated, conjugated.imag, torch.empty(ROWS, 0), torch.empty(ROWS, 2, 0, 3, 1)]
     with torch.inference_mode():
         found.append(x() + 1)
     return [*found, torch.empty_strided((ROWS, 1, 3), (3, 77, 1)).copy_(x()[:, None])]
@@ -130,7 +132,8 @@ def odd_tensors() -> list[torch.Tensor]:
 @pytest.mark.parametrize("number", range(len(odd_tensors())))
 def test_rows_of_odd_tensors_come_as_torch_joins_them(number: int) -> None:
     tensor = odd_tensors()[number]
-    datasets = TensorDataset(tensor), Subset(TensorDataset(tensor), list(range(7, ROWS)))
+    whole = TensorDataset(tensor)
+    datasets = whole, Subset(whole, list(range(7, ROWS))), Subset(whole, list(range(ROWS))[::-1])
     for dataset in datasets:
         found = [outcomes(build(dataset, BATCH)) for build in (DataLoader, TorchLoader)]
         assert_same_outcomes(*found)
