@@ -75,7 +75,8 @@ class _BatchPickler(ForkingPickler):
 _ADDED = make_placeholder()
 """Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
-_MOST_KNOWN = 256  # headers
+_MOST_KNOWN = 256  # headers and structures
+_LONE_TENSOR: dict[tuple[Any, ...], bytes] = {(torch.Tensor, 1): LONE_LEAF}
 
 
 class Encoder:
@@ -91,9 +92,7 @@ class Encoder:
         self._copies: list[tuple[int, int | None, int, Any]] = []
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
-        self._known: dict[tuple[Any, ...], bytes] = {}  # headers that come again, see `_key_of`
-        # Pickled structures of one tensor, and of flat containers of tensors, see `_form_of`.
-        self._structures: dict[tuple[Any, ...], bytes] = {(torch.Tensor, 1): LONE_LEAF}
+        self._known = _LONE_TENSOR.copy()  # headers and structures that come again, see `_key_of`
 
     def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
@@ -106,25 +105,23 @@ class Encoder:
         kind: type = type(batch)
         if kind is PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
-        key = _key_of(kind, batch)
-        if key is not None and (header := self._known.get(key)) is not None:
-            return self._commit(header)
+        key, tensors = _key_of(kind, batch)
+        known = self._known.get(key)
+        if known is not None and not tensors:
+            return self._commit(known)
         self._outputs, self._found = outputs, found
         try:
-            form, tensors = _form_of(kind, batch)
-            if (structure := self._structures.get(form)) is not None:
+            if known is not None:
                 for tensor in tensors:  # in a third of the pickler's time
                     HANDLERS[torch.Tensor](tensor, self._add)
-                return self._commit(join_header((structure,), self._rows))
+                return self._commit(join_header((known,), self._rows))
             pickler.dump(with_large_bytes(batch))
-            if form and len(self._structures) < _MOST_KNOWN:
-                self._structures[form] = b"".join(pickler.written)
             header = join_header(pickler.written, self._rows)
             # It comes again with the same placeholders, but not with buffers of the program's.
-            if key is not None and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:
+            if key and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:
                 if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
-                    self._known.clear()
-                self._known[key] = header
+                    self._known = _LONE_TENSOR.copy()
+                self._known[key] = b"".join(pickler.written) if tensors else header
             return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
@@ -184,29 +181,24 @@ class Encoder:
         return Encoded(begin, total, spilled)
 
 
-def _key_of(kind: type, batch: Any) -> tuple[Any, ...] | None:
-    """All that the header of a container of nothing but placeholders depends on; None for other batches."""
-    names, values = _flat(kind, batch, PickleBuffer)
-    return (kind, *names, *values) if values else None
+def _key_of(kind: type, batch: Any) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
+    """All that the header of a container of nothing but placeholders depends on, and no tensors.
 
-
-def _form_of(kind: type, batch: Any) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
-    """All that the structure of a tensor, or of a container of tensors, depends on; and the tensors.
-
-    Both are empty for other batches, and where a tensor is there twice, or is no leaf as it is.
+    Of a tensor, or a container of tensors: all that the pickled structure depends on, and the tensors. Both
+    are empty for other batches, and where a tensor is there twice, or is no leaf as it is.
     """
-    names, tensors = ((), (batch,)) if kind is torch.Tensor else _flat(kind, batch, torch.Tensor)
-    if not tensors or not all(map(is_plain, tensors)) or len(set(map(id, tensors))) < len(tensors):
-        return (), ()
-    return (kind, *names, len(tensors)), tensors
-
-
-def _flat(kind: type, batch: Any, of: type) -> tuple[Sequence[str], Sequence[Any]]:
-    """Names and values of a container of nothing but objects of a class; nothing of other batches."""
     names, values = (), batch
     if kind is dict:
         names, values = tuple(batch), tuple(batch.values())
+    elif kind is torch.Tensor:
+        values = (batch,)
     elif kind is not list and kind is not tuple:
         return (), ()
-    is_flat = {of}.issuperset(map(type, values)) and {str}.issuperset(map(type, names))
-    return (names, values) if is_flat else ((), ())
+    kinds = set(map(type, values))
+    if {str}.issuperset(map(type, names)):
+        if kinds == {PickleBuffer}:
+            return (kind, *names, *values), ()
+        are_leaves = kinds == {torch.Tensor} and all(map(is_plain, values))
+        if are_leaves and len(values) == len(set(map(id, values))):
+            return (kind, *names, len(values)), values
+    return (), ()
