@@ -203,3 +203,10 @@ def test_tensors_are_pickled_once_for_each_form(slot: Slot) -> None:
             slot.outputs()
             slot.arrives(make([torch.zeros(size), torch.ones(size)]))
     assert slot.pickled == 3
+
+
+def test_tensors_have_the_names_of_their_batch(slot: Slot) -> None:
+    for names in ("ab", "ba", "xy", "ab"):
+        slot.outputs()
+        got = slot.arrives(dict(zip(names, (torch.zeros(2), torch.ones(2)), strict=True)))
+        assert [(name, int(leaf[0])) for name, leaf in got.items()] == [(names[0], 0), (names[1], 1)]
