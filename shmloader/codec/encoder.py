@@ -75,7 +75,8 @@ class _BatchPickler(ForkingPickler):
 _ADDED = make_placeholder()
 """Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
-_MOST_KNOWN = 256  # headers
+_MOST_KNOWN = 256  # headers and structures
+_LONE_TENSOR: dict[tuple[Any, ...], bytes] = {(torch.Tensor, 1): LONE_LEAF}
 
 
 class Encoder:
@@ -91,7 +92,7 @@ class Encoder:
         self._copies: list[tuple[int, int | None, int, Any]] = []
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
-        self._known: dict[tuple[Any, ...], bytes] = {}  # headers that come again, see `_key_of`
+        self._known = _LONE_TENSOR.copy()  # headers and structures that come again, see `_key_of`
 
     def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
         """Write a batch into the slot that the allocator holds.
@@ -104,24 +105,23 @@ class Encoder:
         kind: type = type(batch)
         if kind is PickleBuffer and batch in outputs:
             return self._commit(join_header((LONE_LEAF,), (outputs[batch],)))
-        key = _key_of(kind, batch)
-        if key is not None and (header := self._known.get(key)) is not None:
-            return self._commit(header)
+        key, tensors = _key_of(kind, batch)
+        known = self._known.get(key)
+        if known is not None and not tensors:
+            return self._commit(known)
         self._outputs, self._found = outputs, found
         try:
-            if (
-                kind is torch.Tensor
-                and is_plain(batch)
-                and HANDLERS[kind](batch, self._add) is not NotImplemented
-            ):
-                return self._commit(join_header((LONE_LEAF,), self._rows))  # in a third of the pickler's time
+            if known is not None:
+                for tensor in tensors:  # in a third of the pickler's time
+                    HANDLERS[torch.Tensor](tensor, self._add)
+                return self._commit(join_header((known,), self._rows))
             pickler.dump(with_large_bytes(batch))
             header = join_header(pickler.written, self._rows)
             # It comes again with the same placeholders, but not with buffers of the program's.
-            if key is not None and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:
+            if key and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:
                 if len(self._known) >= _MOST_KNOWN:  # full of shapes that do not repeat
-                    self._known.clear()
-                self._known[key] = header
+                    self._known = _LONE_TENSOR.copy()
+                self._known[key] = b"".join(pickler.written) if tensors else header
             return self._commit(header)
         finally:
             # The memo and the copies refer to the batch, which must be free to die now.
@@ -181,12 +181,24 @@ class Encoder:
         return Encoded(begin, total, spilled)
 
 
-def _key_of(kind: type, batch: Any) -> tuple[Any, ...] | None:
-    """All that the header of a container of nothing but placeholders depends on; None for other batches."""
+def _key_of(kind: type, batch: Any) -> tuple[tuple[Any, ...], Sequence[torch.Tensor]]:
+    """All that the header of a container of nothing but placeholders depends on, and no tensors.
+
+    Of a tensor, or a container of tensors: all that the pickled structure depends on, and the tensors. Both
+    are empty for other batches, and where a tensor is there twice, or is no leaf as it is.
+    """
     names, values = (), batch
     if kind is dict:
         names, values = tuple(batch), tuple(batch.values())
+    elif kind is torch.Tensor:
+        values = (batch,)
     elif kind is not list and kind is not tuple:
-        return None
-    of_placeholders = values and {PickleBuffer}.issuperset(map(type, values))
-    return (kind, *names, *values) if of_placeholders and {str}.issuperset(map(type, names)) else None
+        return (), ()
+    kinds = set(map(type, values))
+    if {str}.issuperset(map(type, names)):
+        if kinds == {PickleBuffer}:
+            return (kind, *names, *values), ()
+        are_leaves = kinds == {torch.Tensor} and all(map(is_plain, values))
+        if are_leaves and len(values) == len(set(map(id, values))):
+            return (kind, *names, len(values)), values
+    return (), ()

@@ -113,9 +113,10 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf as it is, if its dtype and device have any: no call makes it anew."""
-    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.requires_grad)
-    return plain and tensor.is_contiguous() and 1 not in tensor.shape and tensor.dim() <= MOST_DIMENSIONS
+    """Whether a tensor is a leaf as it is: no call makes it anew."""
+    plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in CODE_OF_TORCH_DTYPE
+    plain = plain and not (tensor.is_nested or tensor.requires_grad) and tensor.is_contiguous()
+    return plain and 1 not in tensor.shape and tensor.dim() <= MOST_DIMENSIONS
 
 
 def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:

@@ -69,10 +69,9 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
 
 def index_runs(index_sampler: Any) -> Iterator[Run] | None:
     """Iterate over index batches as `index_arrays` does, where each is a run; else None."""
-    arrays = index_arrays(index_sampler)
-    if arrays is None or type(index_sampler.sampler) is not SequentialSampler:
+    if index_arrays(index_sampler) is None or type(index_sampler.sampler) is not SequentialSampler:
         return None
-    return (Run(batch[0], batch[-1] + 1) for batch in arrays)
+    return _runs(index_sampler)
 
 
 def _is_of_ints(indices: Any) -> bool:
@@ -157,6 +156,21 @@ def _batches(sampler: BatchSampler, skip: int = 0) -> Iterator[PackedInts]:
             return
         yield batch
         begin += batch_size
+
+
+def _runs(sampler: BatchSampler) -> Iterator[Run]:
+    """Iterate as `_batches` does over a `SequentialSampler`, without arrays."""
+    inner: Any = sampler.sampler
+    begin, length = 0, len(inner.data_source)
+    drop_last, batch_size = sampler.drop_last, sampler.batch_size
+    while True:
+        if not drop_last:
+            batch_size = sampler.batch_size
+        end = min(begin + batch_size, length)
+        if begin >= end or (drop_last and end - begin < batch_size):
+            return
+        yield Run(begin, end)
+        begin = end
 
 
 def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def block_of(data: Any, *, in_worker: bool) -> Source:
         if in_worker:
             return Source(_block_of_tensor(data))
         _check_rows(data)
-        return Source(lambda rows: _rows_of_tensor(data, rows))
+        return Source(functools.partial(_rows_of_tensor, data))
     if type(data) in _ARRAYS:
         array, dtype = _array_of_rows(data)
         if in_worker:
@@ -87,22 +88,24 @@ def _rows_of_tensor(tensor: torch.Tensor, rows: Rows | Run) -> torch.Tensor:
     return tensor.index_select(0, index.to(tensor.device))
 
 
+_facts = operator.attrgetter("dtype", "layout", "is_nested", "requires_grad")
+_PLAIN = {(dtype, torch.strided, False, False) for dtype in CODE_OF_TORCH_DTYPE}
+_has_names: Any = getattr(torch.Tensor, "has_names", None)  # newer releases of torch have no names
+
+
 def _check_rows(tensor: torch.Tensor) -> None:
-    kind = tensor.dtype in CODE_OF_TORCH_DTYPE and tensor.layout is torch.strided and not tensor.is_nested
-    lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor
-    if not kind or lazy or not tensor.numel() or not _is_of_rows(tensor) or not _joins_row_major(tensor):
+    plain = type(tensor) is torch.Tensor and _facts(tensor) in _PLAIN
+    if not plain or not _is_of_rows(tensor) or (tensor.dim() > 3 and not _joins_row_major(tensor)):
         raise _refused(tensor)
 
 
 def _is_of_rows(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a first dimension, and no names (in the releases of torch that have them)."""
-    return tensor.dim() > 0 and not any(getattr(tensor, "names", ()))
+    """Whether a tensor has a first dimension, and no names."""
+    return tensor.dim() > 0 and not (_has_names and _has_names(tensor))
 
 
 def _joins_row_major(tensor: torch.Tensor) -> bool:
     """Whether torch joins the rows to a contiguous tensor: not those of images in ``channels_last``."""
-    if tensor.dim() < 4:
-        return True
     return tensor.stride()[1:] == torch.empty(tensor.shape[1:], device="meta").stride()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +14,16 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 from shmloader.indices.array_samplers import is_by_torch
 from shmloader.indices.mixture import Mixture
 from shmloader.indices.packed_indices import Run, int_array
-from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, own_memory, within
+from shmloader.sources.base import (
+    NotGathered,
+    Rows,
+    Source,
+    array_of,
+    as_sample_field,
+    make_output,
+    own_memory,
+    within,
+)
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.store_hooks import hooks
 
@@ -30,8 +38,9 @@ Pick = Callable[[Rows], Rows]
 
 def _tuple_rows(fields: Sequence[Source]) -> Source:
     """Samples that are tuples, each field from a source of its own."""
+    gathers = [field.gather for field in fields]
     return Source(
-        lambda rows: [as_sample_field(field.gather(rows)) for field in fields],
+        lambda rows: [as_sample_field(gather(rows)) for gather in gathers],
         any(field.users_code for field in fields),
     )
 
@@ -64,8 +73,7 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
     if any(part.users_code for part in parts):
         raise NotGathered("a __getbatch__ is called for the whole dataset only, not for parts of it")
     sizes = list(dataset.cumulative_sizes)
-    ends = np.array(sizes)
-    begins = np.concatenate([[0], ends])
+    begins = np.array([0, *sizes])
 
     def gather(rows: Any) -> Any:
         if type(rows) is Run:
@@ -73,23 +81,25 @@ def _concatenated_rows(dataset: ConcatDataset[Any], recognise: Recognise) -> Sou
             if part < len(sizes) and rows.end <= sizes[part]:
                 before = sizes[part - 1] if part else 0
                 return parts[part].gather(Run(rows.begin - before, rows.end - before))
-        rows = within(rows, int(ends[-1]))
-        part_of = ends.searchsorted(rows, "right")
-        rows = rows - begins[part_of]
-        first = int(part_of[0])
-        if (part_of == first).all():
-            return parts[first].gather(rows)
-        by_part = part_of.argsort(kind="stable")
-        rows, part_of = rows[by_part], part_of[by_part]
-        cuts = [0, *(np.flatnonzero(np.diff(part_of)) + 1).tolist(), len(rows)]
-        if len(cuts) - 1 > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
+        rows = array_of(rows)
+        by_row = rows.argsort()
+        ordered = rows[by_row]
+        least, most = int(ordered[0]), int(ordered[-1])
+        if least < 0 or most >= sizes[-1]:
+            return gather(within(rows, sizes[-1]))
+        part = bisect.bisect_right(sizes, least)
+        if most < sizes[part]:
+            return parts[part].gather(rows - begins[part])
+        cuts = ordered.searchsorted(begins)
+        held = np.flatnonzero(np.diff(cuts)).tolist()
+        if len(held) > max(_FEW_PARTS, len(rows) // _LEAST_OF_PART):
             raise NotGathered("few rows of each of many datasets")
         with own_memory():
-            batches = [parts[part_of[a]].gather(rows[a:b]) for a, b in itertools.pairwise(cuts)]
+            batches = [parts[n].gather(ordered[cuts[n] : cuts[n + 1]] - begins[n]) for n in held]
         if not of_one_form and any(_leaf_forms(batch) != _leaf_forms(batches[0]) for batch in batches):
             raise NotGathered("the sources of a Mixture differ in the fields, dtypes or shapes of this batch")
-        places = np.empty_like(by_part)
-        places[by_part] = np.arange(len(rows))
+        places = np.empty_like(by_row)
+        places[by_row] = np.arange(len(rows))
         return _in_order(batches, torch.from_numpy(places))
 
     return Source(gather)
@@ -200,8 +210,11 @@ def _made_of(dataset: Any) -> list[Any]:
     """The identities of the parts of a dataset, in their order."""
     kind = type(dataset)
     get_one, get_some = OWN_METHODS[kind]
-    changed = kind.__getitem__ is not get_one or getattr(kind, "__getitems__", None) is not get_some
-    if changed or kind in _CHANGED or _shadows_getitems(dataset):
+    if get_some is None:
+        has_some = getattr(dataset, "__getitems__", None) is not None  # in a third of the class's time
+    else:
+        has_some = getattr(kind, "__getitems__", None) is not get_some or _shadows_getitems(dataset)
+    if has_some or kind.__getitem__ is not get_one or kind in _CHANGED:
         raise NotGathered(
             f"the program overrides how {kind.__name__} gets a sample. Give a class of your own a method "
             "__getbatch__(indices) that returns the whole batch"
@@ -276,12 +289,12 @@ def _picked_now(indices: Any, rows: Rows | Run) -> Rows | Run:
     if type(indices) is range and indices.step == 1 and indices.start >= 0 and end <= len(indices):
         return Run(indices.start + begin, indices.start + end)
     if type(indices) in (list, tuple) and end <= len(indices):
-        picked = plain_ints(list(indices[begin:end]))
+        picked = plain_ints(indices[begin:end])
     else:
         picked = pick_from(indices, now=True)(rows.array())
-    first = int(picked[0])
-    run = Run(first, first + len(picked))
-    return run if first >= 0 and picked.tobytes() == run.array().tobytes() else picked
+    run = Run(int(picked[0]), int(picked[-1]) + 1)
+    may_be_run = run.begin >= 0 and run.end - run.begin == len(picked)
+    return run if may_be_run and picked.tobytes() == run.array().tobytes() else picked
 
 
 def _items(values: Any, places: list[int]) -> list[Any]:
@@ -297,8 +310,8 @@ def _pick_from_store(store: Any, rows: Rows) -> Rows:
     return picked
 
 
-def plain_ints(values: list[Any]) -> Rows:
-    """A list of ints, or of NumPy's ints, as an array; `NotGathered` if it holds anything else."""
+def plain_ints(values: list[Any] | tuple[Any, ...]) -> Rows:
+    """A list or tuple of ints, or of NumPy's ints, as an array; `NotGathered` if it holds anything else."""
     array = int_array(values)
     if array is None and all(issubclass(kind, np.signedinteger) for kind in set(map(type, values))):
         array = np.array(values, np.int64)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
+from shmloader.codec.slot_allocator import current_allocator
 from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.sources.base import NOT_GATHERED, NotGathered, Rows, Source, array_of, own_memory
 from shmloader.sources.blocks import block_of, is_array
@@ -89,10 +89,7 @@ class Gatherer:
         allocator = current_allocator()
         if not self._in_worker and allocator is not None:
             with own_memory():
-                return self._gather(source, index_batch, None)
-        return self._gather(source, index_batch, allocator)
-
-    def _gather(self, source: Source, index_batch: Any, allocator: SlotAllocator | None) -> Any:
+                return self.gather(index_batch)
         begin = 0 if allocator is None else allocator.cursor
         try:
             if not joins_by_default(self._collate_fn):

@@ -22,12 +22,13 @@ from torch import stack as own_stack
 from torch import tensor as own_tensor
 
 from shmloader import torch_private
+from shmloader.codec.leaves import row_major
 
 LEAST_NBYTES = 64 << 10
 """Smaller results are left to torch: what a placed call takes would be seen."""
 
 _LEAST_PART_NBYTES = 2 << 10  # of the first tensor that is joined with others: each is looked at
-_facts = operator.attrgetter("dtype", "layout", "is_cpu", "requires_grad", "is_nested")
+_dtype = operator.attrgetter("dtype")
 _NUMBERS = (bool, int, float)
 _KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, classmethod)  # torch's functions
 
@@ -76,15 +77,20 @@ def _cat(place: Place, tensors: Any, dim: Any = 0) -> torch.Tensor | None:
 
 
 def _are_plain(tensors: Any) -> bool:
-    """Whether joining these tensors gives a contiguous tensor of their dtype, without a gradient."""
+    """Whether joining these tensors into a given one does what joining them does, or raises.
+
+    That converts dtypes in silence, and its result is row-major. It raises for other layouts and devices, and
+    for gradients that are recorded.
+    """
     if type(tensors) not in (list, tuple) or not tensors or set(map(type, tensors)) != {torch.Tensor}:
         return False
     first = tensors[0]
     return (
-        not first.dtype.is_complex
+        first.is_cpu
+        and not first.dtype.is_complex
         and first.nbytes >= max(_LEAST_PART_NBYTES, LEAST_NBYTES // len(tensors))
-        and set(map(_facts, tensors)) == {(first.dtype, torch.strided, True, False, False)}
-        and all(map(torch.Tensor.is_contiguous, tensors))
+        and first.stride() == row_major(first.shape)
+        and set(map(_dtype, tensors)) == {first.dtype}
     )
 
 

@@ -111,7 +111,8 @@ def leaves(item: Any) -> list[torch.Tensor]:
 
 
 def test_images_in_channels_last_come_as_torch_joins_them() -> None:
-    for dataset in (TensorDataset(images()), images(), TensorDataset(images()[:, :, :1, :1])):
+    films = torch.arange(ROWS * 24).reshape(ROWS, 2, 2, 2, 3).permute(0, 1, 4, 2, 3)
+    for dataset in (TensorDataset(images()), images(), films, TensorDataset(images()[:, :, :1, :1])):
         assert_same(list(DataLoader(dataset, BATCH)), list(TorchLoader(dataset, BATCH)))
 
 
@@ -122,6 +123,8 @@ def odd_tensors() -> list[torch.Tensor]:
     found = [(halves if dtype is torch.bool else octets).view(dtype) for dtype in CODE_OF_TORCH_DTYPE]
     found += [x().reshape(ROWS, 1, 3).transpose(1, 2).contiguous().transpose(1, 2), x()[:, None, :1]]
     found += [x().expand(4, ROWS, 3)[2], x().flip(0), x()[:, 1:], y().repeat(2)[1::2]]
+    conjugated = torch.view_as_complex(x()[:, :2].contiguous()).conj()
+    found += [conjugated, conjugated.imag, torch.empty(ROWS, 0), torch.empty(ROWS, 2, 0, 3, 1)]
     with torch.inference_mode():
         found.append(x() + 1)
     return [*found, torch.empty_strided((ROWS, 1, 3), (3, 77, 1)).copy_(x()[:, None])]
@@ -130,7 +133,8 @@ def odd_tensors() -> list[torch.Tensor]:
 @pytest.mark.parametrize("number", range(len(odd_tensors())))
 def test_rows_of_odd_tensors_come_as_torch_joins_them(number: int) -> None:
     tensor = odd_tensors()[number]
-    datasets = TensorDataset(tensor), Subset(TensorDataset(tensor), list(range(7, ROWS)))
+    whole = TensorDataset(tensor)
+    datasets = whole, Subset(whole, list(range(7, ROWS))), Subset(whole, list(range(ROWS))[::-1])
     for dataset in datasets:
         found = [outcomes(build(dataset, BATCH)) for build in (DataLoader, TorchLoader)]
         assert_same_outcomes(*found)
@@ -149,8 +153,13 @@ def shadows(dataset: Any) -> None:
     dataset.__getitems__ = lambda rows: [torch.tensor(row) for row in rows]
 
 
+class Negative(torch.Tensor):
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return -self.as_subclass(torch.Tensor)[index]
+
+
 def replaces_class(dataset: Any) -> None:
-    dataset.tensors[0].__class__ = torch.nn.Parameter
+    dataset.tensors[0].__class__ = Negative
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {

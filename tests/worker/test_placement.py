@@ -568,6 +568,47 @@ def test_rows_keep_the_strides_that_torch_gives_them() -> None:
     assert [site.placed for site in statistics.placed_sites] == [True]
 
 
+ON_A_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
+ROW = torch.arange(8192.0).view(4, 2048)
+UNLIKE: dict[str, Callable[[], torch.Tensor]] = {
+    "ordinary": lambda: ROW + 1,
+    "turned": lambda: (ROW + 1).view(2048, 4).t(),
+    "negated when it is read": lambda: torch.view_as_complex(torch.stack([ROW, ROW], -1)).conj().imag,
+    "of another dtype": ROW.double,
+    "with a gradient": lambda: ROW.clone().requires_grad_(),
+    "of a graph": lambda: ROW.clone().requires_grad_() * 2,
+    "sparse": ROW.to_sparse,
+    "nested": lambda: torch.nested.nested_tensor([ROW]),
+    "without memory": lambda: ROW.to("meta"),
+    "images in channels_last": lambda: ROW.view(4, 2048, 1, 1).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested:UserWarning")
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("name", [*UNLIKE, pytest.param("on a GPU", marks=ON_A_GPU)])
+@pytest.mark.parametrize("call", ["stack", "cat", "pad_sequence"])
+def test_a_tensor_unlike_the_others_is_joined_as_by_torch(call: str, name: str, place: int) -> None:
+    unlike = ROW.cuda() if name == "on a GPU" else UNLIKE[name]()
+    tensors = [unlike if unlike.dim() == 4 else ROW] * 3
+    tensors[place] = unlike
+    arguments = (True, 0.0) if call == "pad_sequence" else ()
+    (way,) = [one.second_way for one in CALLS if one.name == call]
+    try:
+        made: Any = way(lambda shape, dtype: torch.empty(shape, dtype=dtype), tensors, *arguments)
+    except Exception:
+        made = None
+    if made is not None:
+        own: Any = pad_sequence if call == "pad_sequence" else getattr(torch, call)
+        expected = own(tensors, *arguments)
+        assert (made.dtype, made.device) == (expected.dtype, expected.device)
+        assert torch.equal(made, expected)
+        assert made.stride() == expected.stride()
+        assert made.requires_grad is expected.requires_grad
+    is_placed = name == "ordinary" or (place > 0 and name in ("turned", "negated when it is read"))
+    assert (made is not None) is is_placed
+
+
 @pytest.mark.parametrize(("padding", "dtype"), [(-1, torch.uint8), (2**53 + 1, torch.int64)])
 def test_padding_is_the_number_that_torch_makes_of_it(padding: int, dtype: torch.dtype) -> None:
     def pad(rows: list[torch.Tensor]) -> Any:

@@ -155,3 +155,58 @@ def test_values_beside_the_leaves_are_those_of_each_batch(slot: Slot) -> None:
         got = slot.arrives({"a": a, "n": number, "t": tensor, "b": b, "s": [str(number)]})
         assert with_places(got) == {"a": 0, "n": number, "t": 7, "b": 1, "s": [str(number)]}
         assert got["t"].requires_grad is (number % 2 == 1)
+
+
+TENSORS: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
+    "of other shapes": lambda: (torch.zeros(7), torch.ones(2, 3, 4)),
+    "of another dtype": lambda: (torch.zeros(3), torch.ones(3, dtype=torch.bfloat16)),
+    "empty": lambda: (torch.zeros(0, 3), torch.ones(5)),
+    "one twice": lambda: (torch.zeros(3),) * 2,
+    "a view of the other": lambda: (whole := torch.zeros(3), whole[1:]),
+    "with a gradient": lambda: (torch.zeros(3), torch.ones(3, requires_grad=True)),
+    "turned": lambda: (torch.zeros(3), torch.arange(6.0).view(2, 3).t()),
+    "with a stride of its own": lambda: (torch.zeros(3), torch.ones(8).as_strided((2, 1, 4), (4, 1, 1))),
+    "conjugated": lambda: (torch.zeros(3), torch.ones(3, dtype=torch.complex64).conj()),
+    "sparse": lambda: (torch.zeros(3), torch.eye(3).to_sparse()),
+    "a parameter": lambda: (torch.zeros(3), torch.nn.Parameter(torch.ones(3))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+def test_tensors_of_a_form_that_came_before_arrive_as_they_are(slot: Slot, name: str, kind: type) -> None:
+    """The pickled structure is that of the first batch, where it is certain to be the same."""
+
+    def arrived(tensors: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        slot.outputs()
+        batch: Any = dict(zip("ab", tensors, strict=True)) if kind is dict else kind(tensors)
+        got = slot.arrives(batch)
+        assert type(got) is kind
+        assert kind is not dict or list(got) == ["a", "b"]
+        return list(got.values()) if isinstance(got, dict) else list(got)
+
+    def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+        strides = None if tensor.layout is not torch.strided else tensor.stride()
+        return type(tensor), tensor.dtype, tensor.layout, strides, tensor.requires_grad, str(tensor)
+
+    usual = torch.zeros(4, 2), torch.ones(3)
+    for tensors in (usual, TENSORS[name](), usual):
+        got = arrived(tensors)
+        assert list(map(facts, got)) == list(map(facts, tensors))
+        assert (got[0] is got[1]) == (tensors[0] is tensors[1])
+
+
+def test_tensors_are_pickled_once_for_each_form(slot: Slot) -> None:
+    for size in (2, 3, 4):
+        for make in (list, tuple, lambda both: {"a": both[0], "b": both[1]}, lambda both: both[0]):
+            slot.outputs()
+            slot.arrives(make([torch.zeros(size), torch.ones(size)]))
+    assert slot.pickled == 3
+
+
+def test_tensors_have_the_names_of_their_batch(slot: Slot) -> None:
+    for names in ("ab", "ba", "xy", "ab"):
+        slot.outputs()
+        got = slot.arrives(dict(zip(names, (torch.zeros(2), torch.ones(2)), strict=True)))
+        assert [(name, int(leaf[0])) for name, leaf in got.items()] == [(names[0], 0), (names[1], 1)]
