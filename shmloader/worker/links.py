@@ -80,7 +80,8 @@ class Wakeup(SimpleQueue[None]):
         """A descriptor that is readable from `put` to `clear`; closed when no thread has the queue."""
         if self._fd < 0:
             self._fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            weakref.finalize(self, os.close, self._fd)
+            # Not at the interpreter's end: threads write to it until they are stopped.
+            weakref.finalize(self, os.close, self._fd).atexit = False
         return self._fd
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:

@@ -20,7 +20,8 @@ class Readiness:
         self.fd: int = self._epoll.fileno()
         self._watched: dict[int, int] = {}  # events, by descriptor
         self._end_fd = os.eventfd(0)  # readable for good once the workers are closed
-        weakref.finalize(self, os.close, self._end_fd)
+        # Not at the interpreter's end: what stops the workers writes to it then.
+        weakref.finalize(self, os.close, self._end_fd).atexit = False
         self._epoll.register(self._end_fd, select.EPOLLIN)
 
     def follow(self, workers: Iterable[Any]) -> None:
