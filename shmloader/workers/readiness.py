@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,9 +19,14 @@ class Readiness:
         self.fd: int = self._epoll.fileno()
         self._watched: dict[int, int] = {}  # events, by descriptor
         self._end_fd = os.eventfd(0)  # readable for good once the workers are closed
-        # Not at the interpreter's end: what stops the workers writes to it then.
-        weakref.finalize(self, os.close, self._end_fd).atexit = False
         self._epoll.register(self._end_fd, select.EPOLLIN)
+
+    def __del__(self, close: Any = os.close) -> None:
+        # A finalizer would run at the interpreter's end before the workers are stopped, which calls `set`.
+        try:
+            close(self._end_fd)
+        except AttributeError:  # `__init__` had no descriptor left for it
+            pass
 
     def follow(self, workers: Iterable[Any]) -> None:
         """Watch these worker processes alone; call it before a descriptor of one of the others is closed.
