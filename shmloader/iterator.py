@@ -59,8 +59,12 @@ class SlotIterator(torch_private.OwnOrder):
     ) -> None:
         super().__init__(loader)
         settings = one_pass.settings
-        if settings.prefetch_factor <= 0:  # torch's words
-            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        for name in ("num_workers", "prefetch_factor"):
+            if getattr(settings, name) <= 0:  # torch's words, up to the colon
+                raise AssertionError(
+                    f"{name} must be greater than 0 for MultiProcessingDataLoaderIter: "
+                    f"loader.{name} is {getattr(loader, name)}, set it to 2, say"
+                )
         self._in_order = settings.in_order
         self._on_error: str = settings.on_error
         self._counters = counters

@@ -49,8 +49,9 @@ class Outbox:
     def new_empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor, in the slot of the next object if there is room."""
         if self._open is None or not self._given:
+            nbytes = torch.empty(size, dtype=dtype, device="meta").nbytes  # refuses what torch refuses
             self._give_up()
-            self._open_slot(torch.Size(size).numel() * dtype.itemsize, of_unknown_size=True)
+            self._open_slot(nbytes, of_unknown_size=True)
         tensor = self._allocator.tensor(size, dtype)
         if tensor is None:
             return torch.empty(size, dtype=dtype, device="cpu")

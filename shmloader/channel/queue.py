@@ -43,10 +43,13 @@ class Queue:
             ``maxsize + 2``. What the consumer keeps beyond the budget is copied to private memory.
 
     Raises:
+        TypeError: If ``maxsize`` is no whole number.
         ValueError: If ``maxsize`` is less than 1, or larger than a pipe of this system can hold.
     """
 
     def __init__(self, maxsize: int, *, memory_budget_nbytes: int | None = None) -> None:
+        if not hasattr(maxsize, "__index__"):
+            raise TypeError(f"maxsize must be a whole number, not {maxsize!r:.100}: give one, such as 16")
         if maxsize < 1:
             raise ValueError(
                 f"maxsize is {maxsize}, and must be at least 1: a queue's memory is bounded. Give the number "
@@ -303,8 +306,13 @@ def wait(queues: Iterable[Queue], timeout: float | None = None) -> list[Queue]:
 
     Returns:
         Those of which `Queue.get` returns an object, or raises, at once; empty after ``timeout``.
+
+    Raises:
+        ValueError: If there is no queue, for which it would wait for ever.
     """
     queues, deadline = list(queues), _deadline(True, timeout)
+    if not queues:
+        raise ValueError("queues is empty, so nothing can come: leave the loop when the last one is closed")
     poller = select.poll()
     for one in queues:
         poller.register(one.fileno(), select.POLLIN)

@@ -91,7 +91,8 @@ def start_program(command: Sequence[str], environment: Mapping[str, str]) -> sub
     try:
         return subprocess.Popen(command, env=environment)
     except OSError as error:
-        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
+        cure = f". Start it by: python {command[0]}" if command[0].endswith(".py") else ""
+        print(f"error: {command[0]}: {error.strerror}{cure}", file=sys.stderr)
         return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
 
 

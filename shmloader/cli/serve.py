@@ -28,12 +28,15 @@ docs/serving.md explains the options, which are arguments of shmloader.serve.
 
 
 def main(words: Sequence[str]) -> int:
-    """Serve; gives 0 once that is over, or 1 with the reason."""
+    """Serve; gives 0 once that is over, or 1 with the reason. What the file raises has its traceback."""
     arguments = parse(words)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    path, found = arguments.loader
+    loader, name = load(path, found), arguments.name or found
+    if loader is None:
+        say(f"error: {path} has no {found!r}, or it gives None")
+        return 1
     try:
-        path, found = arguments.loader
-        loader, name = load(path, found), arguments.name or found
         say(f"serving {found} of {path} as {name!r}")
         shmloader.serve(
             loader,
@@ -44,7 +47,7 @@ def main(words: Sequence[str]) -> int:
             epochs=arguments.epochs,
             job=arguments.job,
         )
-    except (shmloader.LoaderError, ValueError) as error:
+    except (shmloader.LoaderError, TypeError, ValueError) as error:
         say(f"error: {error}")
         return 1
     return 0
@@ -75,13 +78,7 @@ def _place(text: str) -> tuple[Path, str]:
 
 
 def load(path: Path, name: str) -> Any:
-    """The loader of that name in a file, which is imported as a module: workers import it too.
-
-    Raises:
-        ValueError: If the file has no such name.
-    """
+    """The loader of that name in a file, or None; it is imported as a module: workers import it too."""
     sys.path.insert(0, str(path.absolute().parent))
     found = getattr(importlib.import_module(path.stem), name, None)
-    if found is None:
-        raise ValueError(f"{path} has no {name!r}")
-    return found if hasattr(found, "__iter__") else found()
+    return found() if callable(found) else found

@@ -140,8 +140,8 @@ class SlotAllocator:
             return None
         nbytes = math.prod(shape) * dtype.itemsize
         offset = self.cursor
-        if nbytes == 0 or offset + nbytes > self.nbytes:
-            return None
+        if nbytes == 0 or offset + nbytes > self.nbytes or min(shape, default=0) < 0:
+            return None  # torch refuses negative sizes
         self.cursor = align(offset + nbytes)
         if self._anchor is None:
             self._anchor = np.ndarray(here.extent.nbytes, np.uint8, here.extent.buffer)

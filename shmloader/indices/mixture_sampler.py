@@ -59,7 +59,7 @@ class MixtureSampler(DistributedSampler[int]):
         shuffle: Whether each source has a random order, another one each time; else its own.
         seed: The same number on all ranks, at least 0.
         num_replicas: Number of ranks; None asks ``torch.distributed``, else it is 1.
-        rank: This one; None asks ``torch.distributed``, else it is 0.
+        rank: This one; None asks ``torch.distributed``, else it is 0. Needed with another ``num_replicas``.
         uneven: What to do if the draws of an epoch do not divide equally among the ranks: ``"pad"`` adds the
             next ones of the order, ``"drop"`` leaves the last ones out, ``"error"`` raises, and with
             ``"exact"`` some ranks have a draw less.
@@ -89,6 +89,11 @@ class MixtureSampler(DistributedSampler[int]):
         rank: int | None = None,
         uneven: Uneven = "pad",
     ) -> None:
+        if not isinstance(mixture, Mixture):
+            raise TypeError(
+                f"a MixtureSampler draws from a Mixture, not from a {type(mixture).__name__}: pass "
+                "shmloader.Mixture({name: dataset, ...})"
+            )
         check_word("stopping_strategy", stopping_strategy, get_args(StoppingStrategy))
         check_word("uneven", uneven, UNEVEN)
         if run_length < 1 or seed < 0:

@@ -49,8 +49,11 @@ class SourceWeights:
         """The part of the draws that each source has, in sum 1.
 
         Raises:
+            TypeError: If they are no dict.
             ValueError: For weights that are negative, all 0 or not finite, and for other names.
         """
+        if not isinstance(weights, Mapping):
+            raise TypeError(f"weights are a dict of numbers by source, or a function, not {weights!r:.100}")
         given = np.array([weights.get(name, -1) for name in self._names], float)
         known = weights.keys() == set(self._names)
         if not (known and np.isfinite(given).all() and (given >= 0).all() and given.any()):

@@ -20,6 +20,11 @@ UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """The number of ranks and this one, those of the run where they are None."""
     now, ranks = rank_and_ranks()
+    if rank is None and num_replicas not in (None, ranks):
+        raise ValueError(
+            f"num_replicas={num_replicas} without a rank: this process is rank {now} of {ranks}, which does "
+            "not tell which of them it is. Pass rank too, or neither"
+        )
     ranks, now = ranks if num_replicas is None else num_replicas, now if rank is None else rank
     if not 0 <= now < ranks:
         raise ValueError(f"rank={now} is not a rank of num_replicas={ranks}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -52,7 +53,7 @@ class TokenBatchSampler(Sampler[list[int]]):
             longest come first.
         seed: The same number on all ranks.
         num_replicas: Number of ranks; None asks ``torch.distributed``, else it is 1.
-        rank: This one; None asks ``torch.distributed``, else it is 0.
+        rank: This one; None asks ``torch.distributed``, else it is 0. Needed with another ``num_replicas``.
         uneven: What to do if the batches do not divide equally among the ranks: ``"pad"`` repeats the first
             ones of the order, ``"drop"`` leaves the last ones out, ``"error"`` raises, and with ``"exact"``
             some ranks have a batch less.
@@ -82,8 +83,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         check_word("uneven", uneven, UNEVEN)
         if max_samples is not None and (max_samples < 1 or layout == "packed"):
             raise ValueError(f"max_samples={max_samples} must be at least 1, and is for layout='padded' only")
-        self.lengths = _checked(lengths, max_tokens)
-        self.max_tokens = max_tokens
+        self.max_tokens = _whole_tokens(max_tokens)
+        self.lengths = _checked(lengths, self.max_tokens)
         self.layout: Layout = layout
         self.max_samples = max_samples
         self.shuffle = shuffle
@@ -164,9 +165,20 @@ class TokenBatchSampler(Sampler[list[int]]):
         return Plan(plan.samples[moved], ends)
 
 
+def _whole_tokens(max_tokens: Any) -> int:
+    try:
+        return operator.index(max_tokens)
+    except TypeError:
+        raise ValueError(
+            f"max_tokens must be a whole number, such as 4096, not {max_tokens!r:.100}"
+        ) from None
+
+
 def _checked(lengths: Any, max_tokens: int) -> IntArray:
     array = np.asarray(lengths)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
+    if array.shape == (0,):
+        raise ValueError("lengths must be those of at least one sample, and there are none")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
             f"lengths must be whole numbers, one for each sample, and not of shape {array.shape} and type "
             f"{array.dtype}"

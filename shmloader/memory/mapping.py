@@ -181,7 +181,7 @@ def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap
 
 def address_of(space: mmap.mmap) -> int:
     """The address of a mapping, also of one that may not be read."""
-    return int(np.frombuffer(space, np.uint8, 1).ctypes.data)
+    return int(np.frombuffer(space, np.uint8, 1).__array_interface__["data"][0])  # `ctypes` imports
 
 
 def map_file(

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from shmloader.errors import LoaderError, NotReady, ResumeError
 from shmloader.host_sockets import not_inherited
 from shmloader.serving import meeting, records
@@ -355,8 +357,13 @@ def serve(
 
     Raises:
         LoaderError: If another process serves that name, or this platform has no abstract sockets.
+        TypeError: If it is no loader.
         ValueError: For wrong arguments.
     """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"serve takes a loader, and not a {type(loader).__name__}: pass a shmloader.DataLoader"
+        )
     if getattr(loader, "pin_memory", False) or getattr(loader, "device", None) not in (None, "cpu"):
         raise ValueError(
             "a loader that is served has neither pin_memory nor device, since another process reads its "
@@ -368,6 +375,8 @@ def serve(
         raise ValueError(f'policy is "wait" or "drop", and got {policy!r}')
     if readers is not None and readers < 1:
         raise ValueError(f"readers is 1 or more, or None, and got {readers}")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs is 1 or more, or None, and got {epochs}")
     run_server(loader, name, Roster(readers, window, policy), meeting.introduction(job), epochs)
 
 

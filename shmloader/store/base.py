@@ -23,8 +23,8 @@ _INT64 = np.dtype(np.int64)
 _SENT_BY_HANDLE_NBYTES = 1 << 16  # of the numbers of selected rows
 _MOST_NUMBERS = 1024  # of a slice that are made at once
 _INTERNAL = frozenset(  # what stores offer to the rest of shmloader, and not to programs
-    "KIND buffer chunks field form items_between numbers plain row_of rows stored_values tuple_length"
-    " value_at".split()
+    "KIND buffer chunks field form items_between numbers plain row_of rows stored_keys stored_values"
+    " tuple_length value_at".split()
 )
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 

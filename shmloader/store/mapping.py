@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -154,7 +154,12 @@ class KeyedStore(SharedObject):
         return self.row_of(key) >= 0
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._index.keys)
+        return iter(self.stored_keys)
+
+    @property
+    def stored_keys(self) -> Any:
+        """The keys of all rows, as a store."""
+        return self._index.keys
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -231,6 +236,13 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
         row = self.row_of(key)
         return default if row < 0 else self.value_at(row)
 
+    def __reversed__(self) -> Any:
+        return reversed(self.stored_keys)
+
+    def keys(self) -> KeysView[_Key]:
+        """The keys, in order."""
+        return _Keys(self)
+
     def items(self) -> ItemsView[_Key, _Value_co]:
         """The items, in order."""
         return _Items(self)
@@ -273,11 +285,22 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
         return MappingStore, (self.rows, self._index, self.default_factory)
 
 
+class _Keys(KeysView[Any]):
+    _mapping: MappingStore
+
+    def __reversed__(self) -> Any:
+        return reversed(self._mapping.stored_keys)
+
+
 class _Items(ItemsView[Any, Any]):
     _mapping: MappingStore
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         return zip(self._mapping, self._mapping.values(), strict=True)
+
+    def __reversed__(self) -> Any:
+        mapping = self._mapping
+        return zip(reversed(mapping.stored_keys), reversed(mapping.stored_values), strict=True)
 
 
 class _Values(ValuesView[Any]):
@@ -285,6 +308,9 @@ class _Values(ValuesView[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._mapping.stored_values)
+
+    def __reversed__(self) -> Any:
+        return reversed(self._mapping.stored_values)
 
 
 def _as_set(name: str) -> Callable[..., Any]:

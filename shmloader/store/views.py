@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Iterator
 from typing import Any
 
 from shmloader.store.base import Selection, Store
@@ -72,8 +71,10 @@ class DictView(MappingStore):
     def __len__(self) -> int:
         return len(self._part)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(Selection(self._pairs.keys, self._part))
+    @property
+    def stored_keys(self) -> Any:
+        """The keys, in order."""
+        return Selection(self._pairs.keys, self._part)
 
     @property
     def rows(self) -> Any:

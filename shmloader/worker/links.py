@@ -9,7 +9,6 @@ import contextlib
 import os
 import select
 import time
-import weakref
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -80,8 +79,12 @@ class Wakeup(SimpleQueue[None]):
         """A descriptor that is readable from `put` to `clear`; closed when no thread has the queue."""
         if self._fd < 0:
             self._fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            weakref.finalize(self, os.close, self._fd)
         return self._fd
+
+    def __del__(self, close: Any = os.close) -> None:
+        # A finalizer would run at the interpreter's end before the threads are stopped, which write to it.
+        if self._fd >= 0:
+            close(self._fd)
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
         """Wake whoever waits."""

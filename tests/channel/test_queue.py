@@ -358,6 +358,31 @@ def test_what_was_put_comes_before_the_end() -> None:
     one.close()
 
 
+def test_wrong_arguments_are_refused_and_a_wait_for_nothing_is_too() -> None:
+    for wrong in ("4", 2.5, None):
+        with pytest.raises(TypeError, match=f"maxsize must be a whole number, not {wrong!r}"):
+            Queue(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="queues is empty, so nothing can come"):
+        shmloader.wait([])
+    one = Queue(2)
+    for size in (-1, (3, -2), (-3, -2)):
+        for error in (_error(torch.empty, size), _error(one.new_empty, size)):
+            assert error[0] is RuntimeError
+            assert "negative dimension" in error[1]
+    first = one.new_empty(3)
+    assert _error(one.new_empty, -1)[0] is RuntimeError  # nor beside another tensor
+    one.put(first.fill_(1))
+    assert one.get().tolist() == [1, 1, 1]
+    one.close()
+
+
+def _error(call: Callable[[Any], object], size: object) -> tuple[type[Exception], str]:
+    try:
+        raise AssertionError(call(size))
+    except RuntimeError as error:
+        return type(error), str(error)
+
+
 def test_a_closed_queue_refuses_and_closes_once() -> None:
     one = Queue(2)
     one.put(torch.ones(50_000))

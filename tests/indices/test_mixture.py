@@ -297,6 +297,7 @@ def test_epochs_without_an_end_are_refused() -> None:
         (WEIGHTS, {"run_length": 0}, "run_length=0"),
         (WEIGHTS, {"seed": -1}, "seed=-1"),
         (WEIGHTS, {"rank": 1}, "rank=1 is not a rank"),
+        (WEIGHTS, {"num_replicas": 2, "rank": None}, "num_replicas=2 without a rank"),
         (WEIGHTS, {"lengths": {"web": [1]}}, "lengths must be of web, code, math"),
         (WEIGHTS, {"lengths": {name: [1.5] for name in SIZES}}, "lengths of web must be 1,000 whole numbers"),
     ],
@@ -304,6 +305,13 @@ def test_epochs_without_an_end_are_refused() -> None:
 def test_wrong_arguments_are_named(weights: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sampler(weights, **options)
+
+
+def test_what_is_no_mixture_and_no_weights_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="a MixtureSampler draws from a Mixture, not from a list: pass shml"):
+        MixtureSampler([1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"weights are a dict of numbers by source, or a .*, not \[6, 3, 1\]"):
+        sampler([6, 3, 1])
 
 
 def test_a_state_in_the_middle_of_a_run_is_refused() -> None:

@@ -170,18 +170,25 @@ def test_a_resumed_epoch_has_as_many_batches_as_its_length_says() -> None:
     [
         ([3, 9, 12], {}, "sample 2 has 12 tokens.* 1 to max_tokens=10. There are 1 such samples among 3"),
         ([3, 0], {}, "sample 1 has 0 tokens"),
-        ([], {}, "whole numbers"),
+        ([], {}, "at least one sample"),
         ([0.5], {}, "float64"),
         ([3], {"layout": "ragged"}, "layout must be"),
         ([3], {"uneven": "never"}, "uneven must be"),
         ([3], {"max_samples": 0}, "max_samples=0"),
         ([3], {"max_samples": 2, "layout": "packed"}, "padded"),
         ([3], {"rank": 1}, "rank=1 is not a rank"),
+        ([3], {"num_replicas": 2, "rank": None}, "=2 without a rank: this process is rank 0 of 1"),
     ],
 )
 def test_wrong_arguments_are_named(lengths: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sampler(lengths, 10, **options)
+
+
+@pytest.mark.parametrize("wrong", ["4096", 40.5, float("nan"), None])
+def test_a_budget_that_is_no_whole_number_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_tokens must be a whole number, such as 4096, not {wrong!r}"):
+        sampler([3], wrong)
 
 
 def test_lengths_may_be_a_stores_column() -> None:

@@ -133,6 +133,16 @@ def test_no_batches_in_advance_that_are_set_later_are_refused_as_by_torch(num_wo
     loader.close()
 
 
+def test_workers_that_are_set_later_say_what_they_lack() -> None:
+    loader = DataLoader(Numbered(4))
+    loader.num_workers = 1  # torch's default of 2 is set by the constructor
+    with pytest.raises(AssertionError, match=r"loader\.prefetch_factor is None, set it to 2, say$"):
+        iter(loader)
+    loader.prefetch_factor, loader.num_workers = 2, -1
+    with pytest.raises(AssertionError, match=r"^num_workers must be greater than 0 for .*num_workers is -1"):
+        iter(loader)
+
+
 @pytest.mark.parametrize("name", ["num_workers", "prefetch_factor"])
 def test_a_fraction_that_is_set_later_is_refused_by_name(name: str) -> None:
     """If it were rounded down to 0, an epoch would be empty."""

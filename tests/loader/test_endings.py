@@ -82,6 +82,22 @@ def test_a_program_that_ends_while_a_daemon_thread_loads_says_nothing(worker_typ
     assert done.returncode == 0
 
 
+ASKED = """
+    iterator = iter(DataLoader(Numbers(), batch_size=2, num_workers=2, worker_type=sys.argv[1]))
+    iterator.fileno()  # an event loop waits for it
+    print(len(next(iterator)))
+"""
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_a_program_that_has_asked_for_the_descriptor_may_end_in_the_middle_of_an_epoch(
+    worker_type: str,
+) -> None:
+    """Closing the descriptor before the workers were stopped, which write to it, would end in a traceback."""
+    done = run(ASKED, worker_type)
+    assert (done.stdout, done.stderr, done.returncode) == ("2\n", "", 0)
+
+
 SERVER = """
 import multiprocessing, os, signal, threading
 import psutil

@@ -150,9 +150,9 @@ def test_top_shows_the_figures_so_far(program: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_program_that_is_not_profiled_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen(["sleep", "60"]) as running:
-        assert main(["top", "--once", str(running.pid)]) == 1
-        running.terminate()
+    with subprocess.Popen(["sleep", "60"]) as other:  # process 1 may have profiled ones, of other tests
+        assert main(["top", "--once", str(other.pid)]) == 1
+        other.kill()
     assert "python -m shmloader profile" in capsys.readouterr().err
 
 
@@ -164,6 +164,13 @@ def test_a_program_without_a_loader_is_told_so(capfd: pytest.CaptureFixture[str]
 def test_a_program_that_does_not_exist_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "--", "/no/such/program"]) == 127
     assert "No such file" in capfd.readouterr().err
+
+
+def test_a_python_file_in_place_of_a_program_is_told_how_to_start(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "train.py", "--lr", "1"]) == 127
+    assert capfd.readouterr().err == (
+        "error: train.py: No such file or directory. Start it by: python train.py\n"
+    )
 
 
 def profiled(tmp_path: Path, code: str, *options: str) -> tuple[subprocess.CompletedProcess[str], list[int]]:

@@ -327,9 +327,11 @@ def test_batches_come_on_the_device_or_pinned_as_far_as_there_is_one() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     loader = numbers(0)
-    for wrong in ({"window": 0}, {"window": 33}, {"policy": "skip"}, {"readers": 0}):
+    for wrong in ({"window": 0}, {"window": 33}, {"policy": "skip"}, {"readers": 0}, {"epochs": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             shmloader.serve(loader, "wrong", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="serve takes a loader, and not a list: pass"):
+        shmloader.serve([1], "wrong")
     for name in ("", "x" * 65, "a\0b"):
         with pytest.raises(ValueError, match="1 to 64 bytes"):
             shmloader.serve(loader, name)

@@ -301,12 +301,17 @@ def test_a_mapping_finds_what_a_dict_finds() -> None:
         del store["a"]
 
 
+def backwards(mapping: Any) -> list[list[Any]]:
+    return [[*reversed(part)] for part in (mapping, mapping.keys(), mapping.values(), mapping.items())]
+
+
 def test_a_mapping_has_the_views_of_a_dict() -> None:
     store = share(MAPPING)
     assert identical(list(store), list(MAPPING))
     assert identical(list(store.items()), list(MAPPING.items()))
     assert identical(list(store.values()), list(MAPPING.values()))
     assert store.keys() == MAPPING.keys()
+    assert backwards(store) == backwards(MAPPING)
     assert store == MAPPING
     assert store != {**MAPPING, "a": 2}
     assert store.get("b", 5) == 5

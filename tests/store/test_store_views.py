@@ -107,6 +107,8 @@ def test_dicts_answer_as_dicts() -> None:
     view = shmloader.share([large] * 2)[1]
     assert list(view) == list(large)
     assert list(view.items()) == list(large.items())
+    assert next(reversed(view)) == 2.5
+    assert [*reversed(view.items())] == [*reversed(large.items())]
     assert all(view[key] == value and key in view and view.get(key) == value for key, value in large.items())
     assert (view.get("no"), view.get("no", 5), "no" in view, 8 in view) == (None, 5, False, False)
     with pytest.raises(KeyError, match="no"):

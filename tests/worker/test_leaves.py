@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from parity.compare import assert_same
 from torch.utils.data import default_collate
 
+import shmloader
 from shmloader import DataLoader
 from shmloader.codec import Decoder, Encoder, decoder
 from shmloader.codec.layout import ARRAY, LONE_LEAF, join_header, pack_row
@@ -436,3 +437,16 @@ def test_a_plain_tensor_alone_needs_no_pickler(name: str, is_so: bool) -> None:
     begin, end, _ = Encoder(allocator).encode(LONE[name])
     assert bytes(allocator.view()[begin:end]).startswith(LONE_LEAF) is is_so
     allocator.close()
+
+
+def negative(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    first = shmloader.empty(len(samples), 4).fill_(1)
+    return first, shmloader.empty(-1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_negative_size_in_the_slot_is_refused_as_by_torch(num_workers: int) -> None:
+    """NumPy would infer it from the rest of the slot, over other leaves."""
+    iterator = iter(DataLoader(range(4), batch_size=2, num_workers=num_workers, collate_fn=negative))
+    with pytest.raises(RuntimeError, match="negative dimension -1"):
+        next(iterator)
