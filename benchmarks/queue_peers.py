@@ -6,12 +6,12 @@ the program to an actor, and its object store, from an actor's generator to the 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-MAXSIZE = 8  # objects that may wait, in all transports
-WARM = 2 * MAXSIZE  # objects before the time is taken: memory that comes again has its pages by then
+from benchmarks.queue_objects import MAXSIZE, WARM, Kind
+
 _RETRY_S = 0.001
 _MOST_WAIT_MS = 100
 
@@ -72,9 +72,12 @@ class Iceoryx2:
                 time.sleep(_RETRY_S)
             self._sender = publisher, event.notifier_builder().create(), node
         publisher, notifier, _ = self._sender
-        sample = publisher.loan_slice_uninit(nbytes)
-        ctypes.memmove(sample.payload_ptr, address, nbytes)
-        sample.assume_init().send()
+        while True:
+            sample = publisher.loan_slice_uninit(nbytes)
+            ctypes.memmove(sample.payload_ptr, address, nbytes)
+            if sample.assume_init().send():  # to so many subscribers
+                break
+            time.sleep(_RETRY_S)
         notifier.notify()
 
     def get(self) -> Any:
@@ -102,18 +105,37 @@ def iceoryx2() -> tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], An
     return queue.put, queue.get, queue.close
 
 
-@contextlib.contextmanager
-def ray_running() -> Iterator[None]:
-    """Have a Ray of this host for a while."""
+class RayAside:
+    """A Ray of this host in a process of its own: its threads here would break the forks of others."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        self._process = context.Process(target=_run_ray, args=(theirs,))
+        self._process.start()
+
+    def us(self, way: str, kind: Kind) -> float:
+        """Microseconds per object of a kind, by a way of `RAY_WAYS`."""
+        self._orders.send((way, kind))
+        found: float = self._orders.recv()
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._orders.send(None)
+        self._process.join()
+
+
+def _run_ray(orders: Any) -> None:
     ray: Any = importlib.import_module("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    torch.set_num_threads(1)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=6 << 30)
+    for way, kind in iter(orders.recv, None):
+        orders.send(RAY_WAYS[way](kind))
+    ray.shutdown()
 
 
-def ray_channel_us(kind: Any) -> float:
+def ray_channel_us(kind: Kind) -> float:
     """Microseconds per object through a buffered channel of Ray, from this process to an actor."""
     ray: Any = importlib.import_module("ray")
     channels: Any = importlib.import_module("ray.experimental.channel.shared_memory_channel")
@@ -140,12 +162,12 @@ def ray_channel_us(kind: Any) -> float:
     return found
 
 
-def ray_store_us(kind: Any) -> float:
+def ray_store_us(kind: Kind) -> float:
     """Microseconds per object through Ray's object store, from an actor's generator to this process."""
     ray: Any = importlib.import_module("ray")
 
     class Producer:
-        def make(self, kind: Any) -> Iterator[Any]:
+        def make(self, kind: Kind) -> Iterator[Any]:
             for _ in range(kind.count + WARM):
                 yield kind.make()
 
@@ -160,3 +182,6 @@ def ray_store_us(kind: Any) -> float:
     us = (time.perf_counter() - began_s) / kind.count * 1e6
     ray.kill(producer)
     return us
+
+
+RAY_WAYS = {"Ray's channel": ray_channel_us, "Ray's store": ray_store_us}

@@ -8,7 +8,7 @@ before would cost it nothing more. The transports take turns.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import multiprocessing
 import os
 import statistics
@@ -21,37 +21,7 @@ import torch
 import shmloader
 from benchmarks import queue_peers
 from benchmarks.options import whole_number
-from benchmarks.queue_peers import MAXSIZE, WARM
-
-
-class Kind:
-    """A kind of object that is sent."""
-
-    def __init__(self, name: str, count: int, shapes: list[tuple[int, ...]]) -> None:
-        self.name, self.count = name, count
-        self.kept = [torch.ones(shape) for shape in shapes]
-
-    def make(self) -> Any:
-        """Makes one in private memory."""
-        return self.join([kept.clone() for kept in self.kept])
-
-    def make_in(self, queue: Any) -> Any:
-        """Makes one in a queue's memory."""
-        return self.join([queue.new_empty(kept.shape, kept.dtype).copy_(kept) for kept in self.kept])
-
-    def join(self, tensors: list[torch.Tensor]) -> Any:
-        """The object of its tensors."""
-        if not tensors:
-            return b"0123456789abcdef"
-        return tensors[0] if len(tensors) == 1 else {str(n): tensor for n, tensor in enumerate(tensors)}
-
-
-KINDS = [
-    Kind("16 bytes", 5000, []),
-    Kind("1 MB", 400, [(250_000,)]),
-    Kind("64 MB", 12, [(16_000_000,)]),
-    Kind("dict of 100", 50, [(64, 16)] * 100),
-]
+from benchmarks.queue_objects import KINDS, MAXSIZE, WARM, Kind
 
 Ends = tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], Any]]  # put, get, close
 
@@ -150,7 +120,7 @@ def alone_us(kind: Kind) -> str:
 Times = dict[str, list[tuple[float, float]]]
 
 
-def measure(kind: Kind, names: list[str], rounds: int) -> Times:
+def measure(kind: Kind, names: list[str], rounds: int, ray: queue_peers.RayAside | None) -> Times:
     """Times by transport; they take turns."""
     times: Times = {name: [] for name in names}
     flat = len(kind.kept) <= 1  # iceoryx2 knows no others
@@ -160,9 +130,10 @@ def measure(kind: Kind, names: list[str], rounds: int) -> Times:
         "torch": lambda: stream_us(kind, torchs),
         "pipe": lambda: stream_us(kind, pipe),
         "iceoryx2": (lambda: stream_us(kind, queue_peers.iceoryx2)) if flat else None,
-        "Ray's channel": lambda: (queue_peers.ray_channel_us(kind), 0.0),
-        "Ray's store": lambda: (queue_peers.ray_store_us(kind), 0.0),
     }
+    if ray is not None:
+        for name in queue_peers.RAY_WAYS:
+            ways[name] = functools.partial(lambda way: (ray.us(way, kind), 0.0), name)
     for _ in range(rounds):
         for name in names:
             if (way := ways[name]) is not None:
@@ -173,7 +144,7 @@ def measure(kind: Kind, names: list[str], rounds: int) -> Times:
 def peers_installed() -> list[str]:
     """The names of peers that are here; prints the versions, and what is not."""
     names = []
-    for package, its in (("iceoryx2", ["iceoryx2"]), ("ray", ["Ray's channel", "Ray's store"])):
+    for package, its in (("iceoryx2", ["iceoryx2"]), ("ray", list(queue_peers.RAY_WAYS))):
         version = queue_peers.version_of(package)
         print(f"{package} {version}" if version else f"{package} is not installed: left out")
         names += its if version else []
@@ -191,9 +162,11 @@ def main() -> None:
     names = ["Queue", "new_empty", "torch", "pipe", *(peers_installed() if options.peers else [])]
     print(f"microseconds per object, medians of {rounds} rounds, and (processor time); queues of {MAXSIZE}")
     print(f"{'':14}" + "".join(f"{name:>18}" for name in names) + f"{'made':>12}{'copied':>12}")
-    with queue_peers.ray_running() if "Ray's store" in names else contextlib.nullcontext():
-        for kind in [kind for kind in KINDS if options.kind in {None, kind.name}]:
-            print_row(kind.name, measure(kind, names, rounds), alone_us(kind))
+    ray = queue_peers.RayAside() if set(queue_peers.RAY_WAYS) & set(names) else None
+    for kind in [kind for kind in KINDS if options.kind in {None, kind.name}]:
+        print_row(kind.name, measure(kind, names, rounds, ray), alone_us(kind))
+    if ray is not None:
+        ray.close()
     back: Times = {name: [] for name in names}
     ends = {"Queue": ours, "torch": torchs, "pipe": pipe, "iceoryx2": queue_peers.iceoryx2}
     for _ in range(rounds):

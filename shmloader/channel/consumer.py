@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from typing import Any
@@ -16,7 +15,6 @@ from shmloader.codec import Decoder
 from shmloader.errors import PeerDied, QueueClosed, SharedMemoryExhausted, SpillWarning, warn
 from shmloader.wire.queue_records import (
     CLOSED,
-    CLOSED_RECORD,
     INLINE,
     INLINE_HEAD_NBYTES,
     ROOM_RECORD,
@@ -36,9 +34,7 @@ class Consumer(End):
     role, other = Role.CONSUMER, Role.PRODUCER
 
     def __init__(self, parts: Parts, roles: Roles, started: list[object]) -> None:
-        super().__init__(parts.objects_read.fd, roles, started)
-        self._objects_fd = parts.objects_read.fd
-        self._grants_fd = parts.grants_write.fd
+        super().__init__(parts, roles, started)
         self._decoder = Decoder()
         self._table = parts.table()
         first_grants(self._table)  # they were sent when the queue was made
@@ -71,7 +67,7 @@ class Consumer(End):
         if record[0] == INLINE:
             more_nbytes = whole_units(INLINE_HEAD_NBYTES + unpack_inline(record)[1]) - UNIT_NBYTES
             if more_nbytes:
-                record += os.read(self._objects_fd, more_nbytes)
+                record += os.read(self._received_fd, more_nbytes)
         return record
 
     def _take_inline(self, record: bytes) -> tuple[Any, bytes]:
@@ -82,7 +78,7 @@ class Consumer(End):
         leaves = None
         if not header.endswith(_NO_LEAVES):
             leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
-        os.write(self._grants_fd, ROOM_RECORD)
+        os.write(self._sent_fd, ROOM_RECORD)
         return leaves, header
 
     def _take_slot(self, record: bytes) -> tuple[Any, bytes]:
@@ -94,10 +90,10 @@ class Consumer(End):
         anchor, header = table.take(table.arrived[seq])
         has_room = True
         while table.has_room():
-            os.write(self._grants_fd, pack_grant(grant_slot(table, has_room=has_room)))
+            os.write(self._sent_fd, pack_grant(grant_slot(table, has_room=has_room)))
             has_room = False
         if has_room:
-            os.write(self._grants_fd, ROOM_RECORD)
+            os.write(self._sent_fd, ROOM_RECORD)
         return anchor, header
 
     def has_news(self, deadline: float | None) -> bool:
@@ -112,10 +108,6 @@ class Consumer(End):
             pass
         return True
 
-    def close(self) -> None:
-        """Tell the producer that nothing more will be got, and give up all slots but those that are kept."""
-        if not self.closed:
-            with contextlib.suppress(OSError):  # nobody is there to hear it
-                os.write(self._grants_fd, CLOSED_RECORD)
+    def give_up(self) -> None:
+        """Give up all slots but those that are kept."""
         self._table.close()
-        super().close()
