@@ -12,6 +12,7 @@ from shmloader.channel.end import Elapsed, End
 from shmloader.channel.parts import Parts, first_grants, grant_slot
 from shmloader.channel.roles import Role, Roles
 from shmloader.codec import Decoder
+from shmloader.codec.layout import NO_LEAVES
 from shmloader.errors import PeerDied, QueueClosed, SharedMemoryExhausted, SpillWarning, warn
 from shmloader.wire.queue_records import (
     CLOSED,
@@ -24,8 +25,6 @@ from shmloader.wire.queue_records import (
     unpack_inline,
     whole_units,
 )
-
-_NO_LEAVES = bytes(4)  # the end of a header without leaves
 
 
 class Consumer(End):
@@ -53,7 +52,7 @@ class Consumer(End):
         self._record = b""
         self._roles.got_another()
         self._busy = False
-        if header.endswith(_NO_LEAVES):
+        if header.endswith(NO_LEAVES):
             return pickle.loads(header)
         return self._decoder.decode(anchor, header)
 
@@ -76,7 +75,7 @@ class Consumer(End):
         begin, end = INLINE_HEAD_NBYTES, INLINE_HEAD_NBYTES + nbytes
         header = record[begin + header_begin : end]
         leaves = None
-        if not header.endswith(_NO_LEAVES):
+        if not header.endswith(NO_LEAVES):
             leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
         os.write(self._sent_fd, ROOM_RECORD)
         return leaves, header

@@ -7,7 +7,6 @@ Roster: who may have how many  ◀── NEXT, ASK, LEAVE ────┘ maps t
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -23,13 +22,12 @@ from shmloader.serving.connection import Connection
 from shmloader.serving.records import Stored
 from shmloader.serving.roster import Policy, Roster
 from shmloader.serving.source import Item, Source
+from shmloader.store.host_server import FULL, RETRY_S
 
 _log = logging.getLogger(__name__)
 
 WINDOW, MOST_WINDOW = 4, 32
 _KEPT = 16  # so many things may readers hold beside those in the window before they copy what they get
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_RETRY_S = 0.02
 
 
 class Server:
@@ -106,8 +104,8 @@ class Server:
         try:
             end, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _FULL:
-                time.sleep(_RETRY_S)  # it stays in the queue until a descriptor is free
+            if error.errno in FULL:
+                time.sleep(RETRY_S)  # it stays in the queue until a descriptor is free
             return
         connection = Connection(end)
         if connection.uid != os.geteuid():
