@@ -97,37 +97,30 @@ class End:
             QueueClosed: If another thread has closed the queue.
         """
         while True:
+            self._find_peer()
             left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
             ready = {fd for fd, _ in self._epoll.poll(max(0.0, left_s))}
             if self._received_fd in ready:
                 return
             if self.closed:
                 raise QueueClosed(self.closed)
-            if self._find_peer() or self._death_fd in ready or (self._death_fd < 0 and self._is_dead()):
-                # It may have sent something just before.
+            if self._peer is None:
+                self._check_that_others_live()
+            elif (self._death_fd < 0 or self._death_fd in ready) and self._is_dead():
                 if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
-                    return
-                if self._is_dead():
-                    raise self._death()
+                    return  # it has sent something just before
+                raise self._death()
             if deadline is not None and time.monotonic() >= deadline:
                 raise Elapsed
 
-    def _find_peer(self) -> bool:
-        """Look who is at the other end, if that is unknown; whether somebody is, for the first time.
-
-        Raises `PeerDied` if nobody can be any more.
-        """
-        if self._peer is not None:
-            return False
-        self._peer = self._roles.who(self.other)
+    def _find_peer(self) -> None:
+        """Look who is at the other end, if that is unknown, and watch its process."""
         if self._peer is None:
-            self._check_that_others_live()
-            return False
-        if not self._peer.is_this_process:
-            self._death_fd = self._peer.watch()
-            if self._death_fd >= 0:
-                self._epoll.register(self._death_fd, select.EPOLLIN)
-        return True
+            self._peer = self._roles.who(self.other)
+            if self._peer is not None and not self._peer.is_this_process:
+                self._death_fd = self._peer.watch()
+                if self._death_fd >= 0:
+                    self._epoll.register(self._death_fd, select.EPOLLIN)
 
     def _is_dead(self) -> bool:
         return self._peer is not None and not (self._peer.is_this_process or self._peer.is_alive())
