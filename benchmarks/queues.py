@@ -1,12 +1,14 @@
-"""What an object costs from one process to another: `shmloader.Queue`, torch's queue, and a pipe.
+"""What an object costs from one process to another: `shmloader.Queue`, torch's queue, a pipe, and others.
 
-Run with `python -m benchmarks.queues`. The producer makes each object anew from one that it keeps: a tensor
-that torch's queue has moved to shared memory before would cost it nothing more. The transports take turns.
+Run with `python -m benchmarks.queues`; with `--peers` also iceoryx2 and Ray, where they are installed. The
+producer makes each object anew from one that it keeps: a tensor that torch's queue has moved to shared memory
+before would cost it nothing more. The transports take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing
 import os
 import statistics
@@ -17,40 +19,9 @@ from typing import Any
 import torch
 
 import shmloader
+from benchmarks import queue_peers
 from benchmarks.options import whole_number
-
-MAXSIZE = 8
-WARM = 2 * MAXSIZE  # objects before the time is taken: memory that comes again has its pages by then
-
-
-class Kind:
-    """A kind of object that is sent."""
-
-    def __init__(self, name: str, count: int, shapes: list[tuple[int, ...]]) -> None:
-        self.name, self.count = name, count
-        self.kept = [torch.ones(shape) for shape in shapes]
-
-    def make(self) -> Any:
-        """Makes one in private memory."""
-        return self.join([kept.clone() for kept in self.kept])
-
-    def make_in(self, queue: Any) -> Any:
-        """Makes one in a queue's memory."""
-        return self.join([queue.new_empty(kept.shape, kept.dtype).copy_(kept) for kept in self.kept])
-
-    def join(self, tensors: list[torch.Tensor]) -> Any:
-        """The object of its tensors."""
-        if not tensors:
-            return b"0123456789abcdef"
-        return tensors[0] if len(tensors) == 1 else {str(n): tensor for n, tensor in enumerate(tensors)}
-
-
-KINDS = [
-    Kind("16 bytes", 5000, []),
-    Kind("1 MB", 400, [(250_000,)]),
-    Kind("64 MB", 12, [(16_000_000,)]),
-    Kind("dict of 100", 50, [(64, 16)] * 100),
-]
+from benchmarks.queue_objects import KINDS, MAXSIZE, WARM, Kind
 
 Ends = tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], Any]]  # put, get, close
 
@@ -146,39 +117,71 @@ def alone_us(kind: Kind) -> str:
     return "".join(f"{statistics.median(us):12,.0f}" for us in (made, copied)) if kind.kept else ""
 
 
+Times = dict[str, list[tuple[float, float]]]
+
+
+def measure(kind: Kind, names: list[str], rounds: int, ray: queue_peers.RayAside | None) -> Times:
+    """Times by transport; they take turns."""
+    times: Times = {name: [] for name in names}
+    flat = len(kind.kept) <= 1  # iceoryx2 knows no others
+    ways: dict[str, Callable[[], tuple[float, float]] | None] = {
+        "Queue": lambda: stream_us(kind, ours),
+        "new_empty": (lambda: stream_us(kind, ours, made_in_it=True)) if kind.kept else None,
+        "torch": lambda: stream_us(kind, torchs),
+        "pipe": lambda: stream_us(kind, pipe),
+        "iceoryx2": (lambda: stream_us(kind, queue_peers.iceoryx2)) if flat else None,
+    }
+    if ray is not None:
+        for name in queue_peers.RAY_WAYS:
+            ways[name] = functools.partial(lambda way: (ray.us(way, kind), 0.0), name)
+    for _ in range(rounds):
+        for name in names:
+            if (way := ways[name]) is not None:
+                times[name].append(way())
+    return times
+
+
+def peers_installed() -> list[str]:
+    """The names of peers that are here; prints the versions, and what is not."""
+    names = []
+    for package, its in (("iceoryx2", ["iceoryx2"]), ("ray", list(queue_peers.RAY_WAYS))):
+        version = queue_peers.version_of(package)
+        print(f"{package} {version}" if version else f"{package} is not installed: left out")
+        names += its if version else []
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queues", description=__doc__)
     parser.add_argument("--rounds", type=whole_number(1), default=5)
     parser.add_argument("--kind", choices=[kind.name for kind in KINDS], help="only this one")
+    parser.add_argument("--peers", action="store_true", help="also what other packages would do")
     options = parser.parse_args()
     rounds = options.rounds
     torch.set_num_threads(1)
+    names = ["Queue", "new_empty", "torch", "pipe", *(peers_installed() if options.peers else [])]
     print(f"microseconds per object, medians of {rounds} rounds, and (processor time); queues of {MAXSIZE}")
-    print(f"{'':14}{'Queue':>18}{'new_empty':>18}{'torch':>18}{'pipe':>18}{'made':>12}{'copied':>12}")
+    print(f"{'':14}" + "".join(f"{name:>18}" for name in names) + f"{'made':>12}{'copied':>12}")
+    ray = queue_peers.RayAside() if set(queue_peers.RAY_WAYS) & set(names) else None
     for kind in [kind for kind in KINDS if options.kind in {None, kind.name}]:
-        times: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
-        for _ in range(rounds):
-            times["Queue"].append(stream_us(kind, ours))
-            if kind.kept:
-                times["new_empty"].append(stream_us(kind, ours, made_in_it=True))
-            times["torch"].append(stream_us(kind, torchs))
-            times["pipe"].append(stream_us(kind, pipe))
-        print_row(kind.name, times, alone_us(kind))
-    back: Times = {"Queue": [], "new_empty": [], "torch": [], "pipe": []}
+        print_row(kind.name, measure(kind, names, rounds, ray), alone_us(kind))
+    if ray is not None:
+        ray.close()
+    back: Times = {name: [] for name in names}
+    ends = {"Queue": ours, "torch": torchs, "pipe": pipe, "iceoryx2": queue_peers.iceoryx2}
     for _ in range(rounds):
-        for name, make_ends in (("Queue", ours), ("torch", torchs), ("pipe", pipe)):
-            back[name].append((round_trip_us(make_ends, 2000), 0.0))
+        for name in names:
+            if name in ends:
+                back[name].append((round_trip_us(ends[name], 2000), 0.0))
     print_row("there and back", back, "")
-
-
-Times = dict[str, list[tuple[float, float]]]
 
 
 def print_row(name: str, times: Times, last: str) -> None:
     cells = []
     for measured in times.values():
         clock, cpu = ([one[part] for one in measured] for part in (0, 1))
-        cells.append(f"{statistics.median(clock):,.0f} ({statistics.median(cpu):,.0f})" if measured else "")
+        text = f"{statistics.median(clock):,.0f}" if measured else ""
+        cells.append(f"{text} ({statistics.median(cpu):,.0f})" if any(cpu) else text)
     print(f"{name:14}" + "".join(f"{cell:>18}" for cell in cells) + last, flush=True)
 
 

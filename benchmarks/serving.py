@@ -1,14 +1,18 @@
 """One loader for several programs: throughput of each, and the processor time of serving.
 
 ``python -m benchmarks.serving`` runs four trainers on one served loader, and four loaders with as many
-workers in all; then readers in step, whose added processor time per batch and reader it prints. Every program
-is a process of its own, forked.
+workers in all; then readers in step, whose added processor time per batch and reader it prints, beside that
+of TensorSocket where that is installed. Every program is a process of its own, forked.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
 import multiprocessing
 import os
 import time
@@ -100,6 +104,54 @@ def served(dataset: Any, workers: int, name: str, readers: int, results: Any) ->
     results.put(time.process_time() - at[1])
 
 
+class Tuples(torch.utils.data.Dataset[tuple[torch.Tensor]]):
+    """The samples of a dataset in tuples, which TensorSocket needs."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (self._inner[index],)
+
+
+def tensorsocket_serves(dataset: Any, workers: int, ports: list[int], readers: int, results: Any) -> None:
+    """Serve an epoch by TensorSocket; puts the processor seconds that it took in this process."""
+    tensorsocket: Any = importlib.import_module("tensorsocket")
+    producer = tensorsocket.TensorProducer(loader_of(Tuples(dataset), workers), *ports[:2], tuple(ports[2:]))
+    while len(producer.hb.consumers) < readers:
+        time.sleep(0.1)
+    used_s = time.process_time()
+    for _ in producer:
+        pass
+    results.put(time.process_time() - used_s)
+    time.sleep(5)  # its readers take what was sent
+    os._exit(0)  # its threads do not end
+
+
+def tensorsocket_reads(ports: list[int], results: Any) -> None:
+    """Read an epoch, and tell of nine tenths of it: TensorSocket does not send all of its end."""
+    tensorsocket: Any = importlib.import_module("tensorsocket")
+    reader = tensorsocket.TensorConsumer(*ports[:2], tuple(ports[2:]), batch_size=_BATCH_SIZE)
+    began_s, used_s, batches = time.perf_counter(), time.process_time(), len(reader) * 9 // 10
+    for _ in itertools.islice(reader, batches):
+        pass
+    results.put((time.perf_counter() - began_s, (time.process_time() - used_s) * 10 / 9, batches))
+    for _ in reader:  # its producer goes on only with readers that live
+        pass
+    os._exit(0)
+
+
+def run_tensorsocket(dataset: Any, workers: int, readers: int) -> tuple[float, list[Any]]:
+    first = 20_000 + os.getpid() % 5_000 * 4
+    ports = list(range(first, first + 4))
+    server = functools.partial(tensorsocket_serves, dataset, workers, ports, readers)
+    used_s, *rest = run([server, *[functools.partial(tensorsocket_reads, ports)] * readers])
+    return used_s, rest
+
+
 def run(programs: list[Callable[[Any], None]]) -> list[Any]:
     """Run programs at once, each with a queue for its result; returns the results in their order."""
     queues = [_CONTEXT.SimpleQueue() for _ in programs]
@@ -137,19 +189,31 @@ def main() -> None:
         rows.append([f"{rate:,.0f}" for rate in rates] + [f"{rates[1] / rates[0]:.2f}"])
     print(f"samples/s of each of {trainers} trainers, decode-bound:")
     print(render_table(rows, texts=0))
-    rows = [["bytes of a batch", "plain loader", "server", "each reader", "added per batch and reader"]]
+    serving = {"shmloader": run_served}
+    if importlib.util.find_spec("tensorsocket") is not None:
+        serving[f"TensorSocket {importlib.metadata.version('tensorsocket')}"] = run_tensorsocket
+    else:
+        print("\nTensorSocket is not installed: left out")
+    print(f"\nprocessor time per batch, microseconds; {arguments.readers} readers in step:")
+    print(render_table(in_step(serving, arguments.readers, arguments.repeats), texts=1))
+
+
+def in_step(serving: dict[str, Any], readers: int, repeats: int) -> list[list[str]]:
+    """The rows of a table: processor time of each way of serving, beside the plain loader's."""
+    rows = [["", "bytes of a batch", "plain loader", "server", "each reader", "added per batch and reader"]]
     for nbytes in (64, 4 << 10, 32 << 10):
-        for _ in range(arguments.repeats):
+        for _ in range(repeats):
             data = Rows(32_000, nbytes)
             ((_, plain_s, batches),) = run([functools.partial(plain, data, 2)])
-            server_s, readers = run_served(data, 2, arguments.readers)
-            reader_s = sum(used_s for _, used_s, _ in readers) / len(readers)
-            added_s = server_s + reader_s * len(readers) - plain_s
-            each = [plain_s / batches, server_s / batches, reader_s / batches]
-            each.append(added_s / batches / len(readers))
-            rows.append([f"{nbytes * _BATCH_SIZE:,}", *(f"{1e6 * one:.1f}" for one in each)])
-    print(f"\nprocessor time per batch, microseconds; {arguments.readers} readers in step:")
-    print(render_table(rows, texts=0))
+            for name, run_it in serving.items():
+                server_s, results = run_it(data, 2, readers)
+                reader_s = sum(used_s for _, used_s, _ in results) / readers
+                added_s = server_s + reader_s * readers - plain_s
+                each = [plain_s / batches, server_s / batches, reader_s / batches]
+                each.append(added_s / batches / readers)
+                texts = [f"{1e6 * one:.1f}" for one in each]
+                rows.append([name, f"{nbytes * _BATCH_SIZE:,}", *texts])
+    return rows
 
 
 if __name__ == "__main__":

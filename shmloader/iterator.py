@@ -181,10 +181,6 @@ class SlotIterator(torch_private.OwnOrder):
             self._stream.share_seed(self._shared_seed)
         return batches if self._recorder is None else self._recorder.time_sampler(batches)
 
-    def decode_with(self, decoder: Decoder) -> None:
-        """Have another decoder, which sees the memory of each batch, read the batches from now on."""
-        self._decoder = decoder
-
     def await_replacements(self) -> None:
         """Wait until no worker is handing over to a new one, which gets the dataset as it is now."""
         lifecycle = self._lifecycle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 from typing import Any
@@ -13,10 +12,10 @@ from shmloader.channel.end import Elapsed, End
 from shmloader.channel.parts import Parts, first_grants, grant_slot
 from shmloader.channel.roles import Role, Roles
 from shmloader.codec import Decoder
+from shmloader.codec.layout import NO_LEAVES
 from shmloader.errors import PeerDied, QueueClosed, SharedMemoryExhausted, SpillWarning, warn
 from shmloader.wire.queue_records import (
     CLOSED,
-    CLOSED_RECORD,
     INLINE,
     INLINE_HEAD_NBYTES,
     ROOM_RECORD,
@@ -27,8 +26,6 @@ from shmloader.wire.queue_records import (
     whole_units,
 )
 
-_NO_LEAVES = bytes(4)  # the end of a header without leaves
-
 
 class Consumer(End):
     """Gets objects, in the process that claimed this role."""
@@ -36,9 +33,7 @@ class Consumer(End):
     role, other = Role.CONSUMER, Role.PRODUCER
 
     def __init__(self, parts: Parts, roles: Roles, started: list[object]) -> None:
-        super().__init__(parts.objects_read.fd, roles, started)
-        self._objects_fd = parts.objects_read.fd
-        self._grants_fd = parts.grants_write.fd
+        super().__init__(parts, roles, started)
         self._decoder = Decoder()
         self._table = parts.table()
         first_grants(self._table)  # they were sent when the queue was made
@@ -57,7 +52,7 @@ class Consumer(End):
         self._record = b""
         self._roles.got_another()
         self._busy = False
-        if header.endswith(_NO_LEAVES):
+        if header.endswith(NO_LEAVES):
             return pickle.loads(header)
         return self._decoder.decode(anchor, header)
 
@@ -71,7 +66,7 @@ class Consumer(End):
         if record[0] == INLINE:
             more_nbytes = whole_units(INLINE_HEAD_NBYTES + unpack_inline(record)[1]) - UNIT_NBYTES
             if more_nbytes:
-                record += os.read(self._objects_fd, more_nbytes)
+                record += os.read(self._received_fd, more_nbytes)
         return record
 
     def _take_inline(self, record: bytes) -> tuple[Any, bytes]:
@@ -80,9 +75,9 @@ class Consumer(End):
         begin, end = INLINE_HEAD_NBYTES, INLINE_HEAD_NBYTES + nbytes
         header = record[begin + header_begin : end]
         leaves = None
-        if not header.endswith(_NO_LEAVES):
+        if not header.endswith(NO_LEAVES):
             leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
-        os.write(self._grants_fd, ROOM_RECORD)
+        os.write(self._sent_fd, ROOM_RECORD)
         return leaves, header
 
     def _take_slot(self, record: bytes) -> tuple[Any, bytes]:
@@ -94,10 +89,10 @@ class Consumer(End):
         anchor, header = table.take(table.arrived[seq])
         has_room = True
         while table.has_room():
-            os.write(self._grants_fd, pack_grant(grant_slot(table, has_room=has_room)))
+            os.write(self._sent_fd, pack_grant(grant_slot(table, has_room=has_room)))
             has_room = False
         if has_room:
-            os.write(self._grants_fd, ROOM_RECORD)
+            os.write(self._sent_fd, ROOM_RECORD)
         return anchor, header
 
     def has_news(self, deadline: float | None) -> bool:
@@ -112,10 +107,6 @@ class Consumer(End):
             pass
         return True
 
-    def close(self) -> None:
-        """Tell the producer that nothing more will be got, and give up all slots but those that are kept."""
-        if not self.closed:
-            with contextlib.suppress(OSError):  # nobody is there to hear it
-                os.write(self._grants_fd, CLOSED_RECORD)
+    def give_up(self) -> None:
+        """Give up all slots but those that are kept."""
         self._table.close()
-        super().close()

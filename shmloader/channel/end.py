@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
+from shmloader.channel.parts import Parts
 from shmloader.channel.roles import Party, Role, Roles, exit_code_of, has_children
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
 from shmloader.messages import ending_of
+from shmloader.wire.queue_records import CLOSED_RECORD
 
 LOOK_S = 1.0
 """How long to sleep at most before looking again at who is there: no wake-up is waited for blindly."""
@@ -23,22 +26,23 @@ class Elapsed(Exception):
 class End:
     """The base of the producer's and the consumer's end; several threads may use one in turn.
 
-    ``received_fd`` is the pipe by which the other end is heard, non-blocking. ``started`` are the ``Popen``
-    objects of processes that this one has started with the queue.
+    ``started`` are the ``Popen`` objects of processes that this one has started with the queue.
     """
 
-    role: Role
-    other: Role
+    role: ClassVar[Role]
+    other: ClassVar[Role]
 
-    def __init__(self, received_fd: int, roles: Roles, started: list[Any]) -> None:
+    def __init__(self, parts: Parts, roles: Roles, started: list[Any]) -> None:
+        pipes = parts.objects_read, parts.grants_write, parts.grants_read, parts.objects_write
+        received, sent = pipes[:2] if self.role is Role.CONSUMER else pipes[2:]
         self.lock = threading.RLock()
         self.closed = ""  # why nothing more will come or go, once that is so
-        self._received_fd = received_fd
+        self._received_fd, self._sent_fd = received.fd, sent.fd
         self._roles = roles
         self._started = started
         self._busy = False  # the records are being changed: an exception then leaves them incomplete
         self._epoll = select.epoll()  # of what the other end can be heard by: its pipe, and its death
-        self._epoll.register(received_fd, select.EPOLLIN)
+        self._epoll.register(received.fd, select.EPOLLIN)
         self._peer: Party | None = None  # the process at the other end, once it has used it
         self._death_fd = -1
         self._slept = False  # the last `_receive_some` has
@@ -93,37 +97,30 @@ class End:
             QueueClosed: If another thread has closed the queue.
         """
         while True:
+            self._find_peer()
             left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
             ready = {fd for fd, _ in self._epoll.poll(max(0.0, left_s))}
             if self._received_fd in ready:
                 return
             if self.closed:
                 raise QueueClosed(self.closed)
-            if self._find_peer() or self._death_fd in ready or (self._death_fd < 0 and self._is_dead()):
-                # It may have sent something just before.
+            if self._peer is None:
+                self._check_that_others_live()
+            elif (self._death_fd < 0 or self._death_fd in ready) and self._is_dead():
                 if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
-                    return
-                if self._is_dead():
-                    raise self._death()
+                    return  # it has sent something just before
+                raise self._death()
             if deadline is not None and time.monotonic() >= deadline:
                 raise Elapsed
 
-    def _find_peer(self) -> bool:
-        """Look who is at the other end, if that is unknown; whether somebody is, for the first time.
-
-        Raises `PeerDied` if nobody can be any more.
-        """
-        if self._peer is not None:
-            return False
-        self._peer = self._roles.who(self.other)
+    def _find_peer(self) -> None:
+        """Look who is at the other end, if that is unknown, and watch its process."""
         if self._peer is None:
-            self._check_that_others_live()
-            return False
-        if not self._peer.is_this_process:
-            self._death_fd = self._peer.watch()
-            if self._death_fd >= 0:
-                self._epoll.register(self._death_fd, select.EPOLLIN)
-        return True
+            self._peer = self._roles.who(self.other)
+            if self._peer is not None and not self._peer.is_this_process:
+                self._death_fd = self._peer.watch()
+                if self._death_fd >= 0:
+                    self._epoll.register(self._death_fd, select.EPOLLIN)
 
     def _is_dead(self) -> bool:
         return self._peer is not None and not (self._peer.is_this_process or self._peer.is_alive())
@@ -171,7 +168,11 @@ class End:
         self.closed = f"the process that {self.other.does}, {self._roles.who(self.other)}, has closed it"
 
     def close_from_outside(self, most_s: float) -> bool:
-        """Close it once other threads have left, for which they have so many seconds; whether they have."""
+        """Close it once other threads have left, for which they have so many seconds; whether they have.
+
+        The other end is told, and what it does not use is given up.
+        """
+        heard = bool(self.closed)  # from the other end
         if not self.lock.acquire(timeout=0):
             self.closed = self.closed or "this process has closed the queue"
             if not self.lock.acquire(timeout=most_s):
@@ -179,11 +180,18 @@ class End:
         try:
             if self._busy:  # in a signal handler of a thread that is inside, or one has cut a call short
                 return False
+            if not heard:
+                with contextlib.suppress(OSError):  # nobody is there to hear it
+                    os.write(self._sent_fd, CLOSED_RECORD)
+            self.give_up()
             self.close()
             self.closed = "this process has closed the queue"
             return True
         finally:
             self.lock.release()
+
+    def give_up(self) -> None:
+        """Give up all memory that nobody uses."""
 
     def close(self) -> None:
         """Give up the descriptors of this end, but for the pipes, which the queue owns."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shmloader.codec import Encoded, Encoder
-from shmloader.codec.layout import align
+from shmloader.codec.layout import NO_LEAVES, align
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.memory import Segment
@@ -19,7 +19,6 @@ from shmloader.memory.limits import exhausted
 from shmloader.wire.queue_records import Grant, pack_in_slot, pack_inline
 
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
-_NO_LEAVES = bytes(4)  # the leaf table of an object without leaves
 
 
 class Outbox:
@@ -64,7 +63,7 @@ class Outbox:
             self._give_up()
             kind: type = type(obj)
             if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, obj))):  # type: ignore[call-overload]
-                header = pickle.dumps(obj, 5) + _NO_LEAVES  # in a third of the encoder's time
+                header = pickle.dumps(obj, 5) + NO_LEAVES  # in a third of the encoder's time
                 if len(header) <= len(self._record):
                     self._plain = header
                     return

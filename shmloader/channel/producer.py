@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import torch
@@ -12,7 +11,7 @@ from shmloader.channel.outbox import Outbox
 from shmloader.channel.parts import Parts
 from shmloader.channel.roles import Role, Roles
 from shmloader.errors import QueueClosed, SharedMemoryExhausted
-from shmloader.wire.queue_records import CLOSED_RECORD, UNIT_NBYTES, unpack_grants
+from shmloader.wire.queue_records import UNIT_NBYTES, unpack_grants
 
 _READ_NBYTES = UNIT_NBYTES * 256
 
@@ -23,8 +22,7 @@ class Producer(End):
     role, other = Role.PRODUCER, Role.CONSUMER
 
     def __init__(self, parts: Parts, roles: Roles, started: list[object]) -> None:
-        super().__init__(parts.grants_read.fd, roles, started)
-        self._objects_fd = parts.objects_write.fd
+        super().__init__(parts, roles, started)
         self._room = 0  # objects that may be put before the next grant
         self._deadline: float | None = None  # of the present call
         self._outbox = Outbox(parts.segment.duplicate(), parts.inline_nbytes, self._receive)
@@ -47,7 +45,7 @@ class Producer(End):
             raise
         self._room -= 1
         try:
-            os.write(self._objects_fd, record)  # the pipe is large enough for all that there is room for
+            os.write(self._sent_fd, record)  # the pipe is large enough for all that there is room for
         except BrokenPipeError:
             self._busy = False
             self.note_closed()
@@ -73,10 +71,6 @@ class Producer(End):
                 self._outbox.add(grant)
         self._busy = False
 
-    def close(self) -> None:
-        """Tell the consumer that nothing more will come, and give up all memory that it does not use."""
-        if not self.closed:
-            with contextlib.suppress(OSError):  # nobody is there to hear it
-                os.write(self._objects_fd, CLOSED_RECORD)
+    def give_up(self) -> None:
+        """Give up all memory that the consumer does not use."""
         self._outbox.close()
-        super().close()

@@ -18,7 +18,7 @@ from shmloader.channel.consumer import Consumer
 from shmloader.channel.end import LOOK_S, Elapsed, End
 from shmloader.channel.parts import Parts, make_parts
 from shmloader.channel.producer import Producer
-from shmloader.channel.roles import Role, Roles
+from shmloader.channel.roles import Roles
 from shmloader.errors import LoaderError
 from shmloader.memory import Descriptor
 
@@ -65,8 +65,7 @@ class Queue:
         live.add(self)
 
     def _forget(self) -> None:
-        self._producer: Producer | None = None
-        self._consumer: Consumer | None = None
+        self._ends: dict[type[End], End] = {}  # those that this process has
         self._claiming = threading.Lock()
         self._closed = False
 
@@ -94,8 +93,7 @@ class Queue:
             SharedMemoryExhausted: If the object does not fit in the budget, or the host lacks the memory.
             LoaderError: If another process puts into this queue.
         """
-        producer = self._producer or self._become_producer()
-        _in_turn(producer, producer.put, queue.Full, _deadline(block, timeout), obj)
+        self._in_turn(Producer, Producer.put, queue.Full, _deadline(block, timeout), obj)
 
     def put_nowait(self, obj: object) -> None:
         """Put an object if there is room now: ``put(obj, block=False)``."""
@@ -124,11 +122,9 @@ class Queue:
         Raises:
             queue.Full: If there was no room in time. Other errors are those of `put`.
         """
-        producer = self._producer or self._become_producer()
         wanted = (size,) if isinstance(size, int) else tuple(size), dtype or torch.get_default_dtype()
-        made: torch.Tensor = _in_turn(
-            producer, producer.new_empty, queue.Full, _deadline(block, timeout), *wanted
-        )
+        deadline = _deadline(block, timeout)
+        made: torch.Tensor = self._in_turn(Producer, Producer.new_empty, queue.Full, deadline, *wanted)
         return made
 
     # --- getting
@@ -147,8 +143,7 @@ class Queue:
             ValueError: If this process has closed the queue.
             LoaderError: If another process gets from this queue.
         """
-        consumer = self._consumer or self._become_consumer()
-        return _in_turn(consumer, consumer.get, queue.Empty, _deadline(block, timeout))
+        return self._in_turn(Consumer, Consumer.get, queue.Empty, _deadline(block, timeout))
 
     def get_nowait(self) -> Any:
         """Get the next object if it is there: ``get(block=False)``."""
@@ -159,14 +154,13 @@ class Queue:
 
         A producer that ends before it has put anything is seen by `get` and `shmloader.wait` alone.
         """
-        return (self._consumer or self._become_consumer()).fileno()
+        return self._end(Consumer).fileno()
 
     def has_news(self) -> bool:
         """Whether `get` would return an object, or raise, at once."""
-        consumer = self._consumer or self._become_consumer()
         try:
-            return bool(_in_turn(consumer, consumer.has_news, Elapsed, 0.0))
-        except Elapsed:  # another thread is waiting
+            return bool(self._in_turn(Consumer, Consumer.has_news, queue.Empty, 0.0))
+        except queue.Empty:  # another thread is waiting
             return False
 
     # --- how full it is
@@ -200,13 +194,10 @@ class Queue:
             if self._closed:
                 return
             self._closed = True
-            ends, self._producer, self._consumer = self._ends(), None, None
-        closed = [end.close_from_outside(_CLOSE_S) for end in ends]
+            ends, self._ends = self._ends, {}
+        closed = [end.close_from_outside(_CLOSE_S) for end in ends.values()]
         if all(closed):
             self._release()
-
-    def _ends(self) -> list[End]:
-        return [end for end in (self._producer, self._consumer) if end is not None]
 
     def _release(self) -> None:
         """Close this process's descriptors."""
@@ -226,34 +217,45 @@ class Queue:
         except (AttributeError, TypeError):  # `__init__` has raised, or the interpreter ends
             pass
 
+    # --- the ends
+
     def _require_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self!r} is closed")
 
-    def _claim(self, role: Role) -> None:
-        """Take a role for this process."""
-        self._require_open()
-        party = self._roles.claim(role)
-        if not party.is_this_process:
-            raise LoaderError(
-                f"this process (pid {os.getpid()}) cannot do so: another one {role.does}, {party}, and "
-                "there is only one at each end. Use one queue for each producer, and "
-                "shmloader.wait(queues) to get from all of them"
-            )
-
-    def _become_producer(self) -> Producer:
+    def _end(self, kind: type[End]) -> End:
+        """This process's end of a kind, for which it takes the role if it has not yet."""
         with self._claiming:
-            if self._producer is None:
-                self._claim(Role.PRODUCER)
-                self._producer = Producer(self._parts, self._roles, self._started)
-            return self._producer
+            if kind not in self._ends:
+                self._require_open()
+                party = self._roles.claim(kind.role)
+                if not party.is_this_process:
+                    raise LoaderError(
+                        f"this process (pid {os.getpid()}) cannot do so: another one {kind.role.does}, "
+                        f"{party}, and there is only one at each end. Use one queue for each producer, and "
+                        "shmloader.wait(queues) to get from all of them"
+                    )
+                self._ends[kind] = kind(self._parts, self._roles, self._started)
+            return self._ends[kind]
 
-    def _become_consumer(self) -> Consumer:
-        with self._claiming:
-            if self._consumer is None:
-                self._claim(Role.CONSUMER)
-                self._consumer = Consumer(self._parts, self._roles, self._started)
-            return self._consumer
+    def _in_turn(
+        self,
+        kind: type[End],
+        call: Callable[..., Any],
+        late: type[Exception],
+        deadline: float | None,
+        *of: Any,
+    ) -> Any:
+        """Call an end when other threads have left it; raises ``late`` at the deadline."""
+        end = self._ends.get(kind) or self._end(kind)
+        try:
+            end.enter(deadline)
+            try:
+                return call(end, *of, deadline)
+            finally:
+                end.lock.release()
+        except Elapsed:
+            raise late from None
 
     def has_forked(self) -> None:
         """Note that this process has forked another one."""
@@ -261,7 +263,7 @@ class Queue:
 
     def after_fork(self) -> None:
         """Give up the parent's ends, in a forked process."""
-        for end in self._ends():
+        for end in self._ends.values():
             End.close(end)  # its own descriptors alone
         closed = self._closed
         self._forget()
@@ -274,20 +276,6 @@ def _received(kind: type[Queue], parts: Parts, roles: Descriptor) -> Queue:
     received = kind.__new__(kind)
     received._set_up(parts, roles)  # noqa: SLF001 - in place of `__init__`
     return received
-
-
-def _in_turn(
-    end: End, call: Callable[..., Any], late: type[Exception], deadline: float | None, *given: object
-) -> Any:
-    """Call an end when other threads have left it; gives its result, or raises ``late`` after a deadline."""
-    try:
-        end.enter(deadline)
-        try:
-            return call(*given, deadline)
-        finally:
-            end.lock.release()
-    except Elapsed:
-        raise late from None
 
 
 def _deadline(block: bool, timeout: float | None) -> float | None:

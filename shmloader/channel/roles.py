@@ -22,6 +22,7 @@ import psutil
 from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
 
 _RECORD = struct.Struct("<B3xIQ48s")
+_CODE_S = 1.0  # how long the fork server may take to tell the exit code of a process that has ended
 
 
 class Role(enum.IntEnum):
@@ -87,7 +88,7 @@ def exit_code_of(pid: int, started: Iterable[Any]) -> int | None:
     for process in started:
         if getattr(process, "pid", None) == pid:
             code: int | None = process.poll()
-            return code
+            return process.wait(_CODE_S) if code is None else code
     with contextlib.suppress(OSError):  # not a child of this process, or its code was taken
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is not None:

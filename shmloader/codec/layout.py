@@ -110,6 +110,10 @@ def unpack_table(table: bytes) -> list[Leaf]:
     return [Leaf(*unpack_head(head), offset, tuple(shape)) for head, offset, shape in rows_of(table)]
 
 
+NO_LEAVES = (0).to_bytes(4, "little")
+"""The end of a header without leaves."""
+
+
 def join_header(structure: Iterable[bytes], rows: Iterable[bytes]) -> bytes:
     """A header of a pickled structure, in pieces, and packed leaves."""
     table = b"".join(rows)

@@ -4,50 +4,48 @@ from __future__ import annotations
 
 import socket
 
-from shmloader.serving.roster import Reader
+from shmloader.host_sockets import not_inherited
+from shmloader.serving.roster import Join, Reader
+from shmloader.store.host_server import peer_of
 
 
-class Connection:
-    """A reader's connection. `reader` is None before it has greeted; it is deaf once it is let go."""
+class Connection(Reader):
+    """A process that is connected: a reader, once it has greeted and until it is let go."""
 
     def __init__(self, end: socket.socket) -> None:
-        self.end = end
-        self.reader: Reader | None = None
-        self.deaf = False
-        self.ask = 0  # the number of its last request for an epoch
-        self._unsent: list[bytes] = []
+        super().__init__()
+        self.end = not_inherited(end)
+        self.pid, self.uid = peer_of(end)
+        self.greeted = self.deaf = False
+        self.request = 0  # the number of its last one for an epoch
+        self.unsent: list[bytes] = []
 
-    def greet(self, reader: Reader) -> None:
-        """Note that the reader has introduced itself."""
-        self.reader = reader
+    def greet(self, join: Join) -> None:
+        """Note that it has introduced itself."""
+        self.join, self.greeted = join, True
 
-    def note_ask(self, number: int) -> None:
-        """Note that the reader has asked for an epoch."""
-        self.ask = number
+    def note_request(self, number: int) -> None:
+        """Note that it has asked for an epoch."""
+        self.request = number
 
-    def let_go(self) -> None:
+    def turn_deaf(self) -> None:
         """Listen to it no more."""
         self.deaf = True
 
-    def add(self, message: bytes) -> None:
-        """Send a message with the next one, or at the next `flush`."""
-        self._unsent.append(message)
+    def send(self, message: bytes = b"", fds: list[int] | None = None) -> bool:
+        """Send what was ``unsent``, as one message, and another one.
 
-    def flush(self) -> bool:
-        """Send what was added, as one message; see `send`."""
-        message = b"".join(self._unsent)
-        self._unsent.clear()
-        return not message or self.send(message)
-
-    def send(self, message: bytes, fds: list[int] | None = None) -> bool:
-        """Send a message; False if the reader does not read. Its end, if it is gone, is noticed elsewhere."""
-        if self._unsent and not self.flush():
-            return False
+        False if the process does not read. Its end, if it is gone, is noticed elsewhere.
+        """
+        before = b"".join(self.unsent)
+        self.unsent.clear()
         try:
-            if fds is None:
-                self.end.send(message, socket.MSG_DONTWAIT)
-            else:
+            if before:
+                self.end.send(before, socket.MSG_DONTWAIT)
+            if fds:
                 socket.send_fds(self.end, [message], fds, socket.MSG_DONTWAIT)
+            elif message:
+                self.end.send(message, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:

@@ -38,10 +38,11 @@ class Link:
         self._owner_pid = os.getpid()
         self._requests = 0
         self._epoch = self._epoch_here = 0  # the request for an epoch; the one whose batches come now
+        self._before = 0  # batches of that one before this reader's first
         self._told = 0  # up to which batch the server knows that this process wants them
         self._batches: deque[Stored] = deque()  # of the epoch, in order
         self._is_over = False  # whether the epoch has no more
-        self._answers: dict[int, Stored | int] = {}  # to requests; to `ASK` how many batches were before
+        self._answers: dict[int, Stored] = {}  # to requests
         self._closed: Exception | None = None
 
     # --- out
@@ -59,7 +60,7 @@ class Link:
 
     def state(self, taken: int) -> Any:
         """The loader's state after so many batches of the epoch; -1 for between epochs."""
-        return self.read(self._stored_for(self._request(records.STATE, taken)))
+        return self.read(self._answer_to(self._request(records.STATE, taken)))
 
     def load(self, text: bytes) -> None:
         """Have the loader's next epoch continue from a state. Raises what that raises."""
@@ -68,20 +69,15 @@ class Link:
                 f"a state of {len(text):,} bytes cannot be sent to the process that serves {self.name!r}: "
                 f"{records.MOST_STATE_NBYTES:,} are the most. Load it there, before serve()"
             )
-        self.read(self._stored_for(self._request(records.LOAD, 0, text)))
-
-    def _stored_for(self, request: int) -> Stored:
-        answer = self._answer_to(request)
-        assert not isinstance(answer, int)
-        return answer
+        self.read(self._answer_to(self._request(records.LOAD, 0, text)))
 
     def begun(self) -> int:
         """Wait until the epoch begins; returns how many of its batches were before. Raises why it cannot."""
-        answer = self._answer_to(self._epoch)
-        if isinstance(answer, int):
-            return answer
-        self.read(answer)
-        raise AssertionError
+        while self._epoch_here != self._epoch:
+            if self._epoch in self._answers:
+                self.read(self._answers[self._epoch])
+            self._receive()
+        return self._before
 
     def _request(self, kind: int, value: int, text: bytes = b"") -> int:
         if os.getpid() != self._owner_pid:
@@ -100,19 +96,19 @@ class Link:
 
     # --- in
 
-    def next(self, first: int, count: int) -> Stored | None:
-        """The ``count``-th batch of the epoch from the one after the ``first``; None at its end.
+    def next(self, number: int) -> Stored | None:
+        """The batch of a number in the epoch, None after its end; those before it are done with.
 
-        Those before it are done with. The same one may be asked for again.
+        The same one may be asked for again.
         """
-        batches, number = self._batches, first + count
+        batches = self._batches
         while True:
             while batches and batches[0].number < number:
                 batches.popleft()
                 self.slots.drop_last()
-            if count - self._told >= self.welcome["tell_every"]:
-                self._request(records.NEXT, count)
-                self._told = count
+            if number - self._told >= self.welcome["tell_every"]:
+                self._request(records.NEXT, number)
+                self._told = number
             if batches:
                 return batches[0]
             if self._is_over:
@@ -126,7 +122,7 @@ class Link:
             raise restore(thing)
         return thing.batch if type(thing) is Report else thing
 
-    def _answer_to(self, request: int) -> Stored | int:
+    def _answer_to(self, request: int) -> Stored:
         while request not in self._answers:
             self._receive()
         return self._answers.pop(request)
@@ -145,7 +141,7 @@ class Link:
                     self._begin(message, fds, is_short=bool(flags & socket.MSG_CTRUNC))
                 return
             self._note(message)
-            self._end.recv(records.MOST_NBYTES)
+            self._end.recv(1)  # all of it
         except ConnectionResetError:  # it has not read all before its end; what it has sent is still here
             return
 
@@ -155,7 +151,8 @@ class Link:
             return
         request, number = records.unpack_epoch(message)
         self.slots.begin(fds)
-        self._epoch_here, self._answers[request] = request, number
+        self._before = self._told = number
+        self._epoch_here = request
 
     def _note(self, message: bytes) -> None:
         kind = message[0] if message else 0
@@ -178,11 +175,10 @@ class Link:
 
     def _forget_epoch(self) -> None:
         """Forget what came of the epoch, what will come, and answers that nobody has waited for."""
-        self._epoch, self._told, self._is_over = 0, 0, False
+        self._epoch, self._is_over = 0, False
         self.slots.drop_last()
         for answer in self._answers.values():
-            if not isinstance(answer, int):
-                self.slots.pass_over(answer)
+            self.slots.pass_over(answer)
         self._answers.clear()
         while self._batches:
             self.slots.pass_over(self._batches[0])

@@ -13,13 +13,7 @@ from shmloader.memory.segment import Descriptor
 from shmloader.serving.records import ANSWER, COPY, IN_OWN, Stored
 from shmloader.slots import ByteArray
 
-
-class _Lease(weakref.ref[ByteArray]):
-    """This process's right to read something until its anchor dies, as `slots.place.Lease` is one."""
-
-    __slots__ = ("extent",)
-
-    extent: Extent
+_UINT8 = np.dtype(np.uint8)  # quicker to use than the type
 
 
 class _Slots:
@@ -27,18 +21,12 @@ class _Slots:
 
     def __init__(self, fd: int) -> None:
         self.segment = Segment(Descriptor(fd))
-        self._extents: dict[int, Extent] = {}
+        self.extents: dict[int, Extent] = {}
 
     def map(self, slot: int, nbytes: int) -> Extent:
-        """A slot's memory; mapped anew if the slot has another size."""
-        extent = self._extents.get(slot)
-        if extent is None or extent.nbytes != nbytes:
-            extent = self._extents[slot] = self.segment.map(slot, nbytes, private=True)
+        """Map a slot for the first time, or anew since it has another size."""
+        extent = self.extents[slot] = self.segment.map(slot, nbytes, private=True)
         return extent
-
-    def is_of(self, fd: int) -> bool:
-        """Whether a descriptor is of the same segment."""
-        return os.path.sameopenfile(self.segment.fileno(), fd)
 
 
 class MappedSlots:
@@ -52,7 +40,8 @@ class MappedSlots:
         self._own = _Slots(fd)  # of the server's own segment
         self._batches: _Slots | None = None  # of its iterator's
         self._pages = PrivatePages()
-        self._leases: dict[int, _Lease] = {}  # by ``seq``
+        # What was leased, by ``seq``: its anchor, whose death ends the lease, and its memory.
+        self._leases: dict[int, tuple[weakref.ref[ByteArray], Extent]] = {}
         self._released: list[int] = []  # of which the server has to be told
         self._last: tuple[int, ByteArray] | None = None  # ``seq`` and anchor
         self.copies = 0
@@ -60,12 +49,12 @@ class MappedSlots:
     @property
     def held(self) -> int:
         """The number of batches that this process holds in shared memory."""
-        return sum(lease() is not None for lease in list(self._leases.values()))
+        return sum(anchor() is not None for anchor, _ in list(self._leases.values()))
 
     def begin(self, fds: list[int]) -> None:
         """Take the descriptor of an epoch's segment, if it has one; it is this object's from now on."""
         for fd in fds:
-            if self._batches is None or not self._batches.is_of(fd):
+            if self._batches is None or not os.path.sameopenfile(self._batches.segment.fileno(), fd):
                 if self._batches is not None:
                     self._batches.segment.close()
                 self._batches = _Slots(fd)
@@ -78,25 +67,26 @@ class MappedSlots:
         Where the server asks for it, it is copied and not held. Raises `SharedMemoryExhausted` if this
         process has no address space; then it is as it was.
         """
-        slots = self._own if stored.flags & IN_OWN else self._batches
+        flags, seq, _, slot, nbytes, begin, end = stored
+        slots = self._own if flags & IN_OWN else self._batches
         assert slots is not None
-        extent = slots.map(stored.slot, stored.nbytes)
-        header = bytes(extent.view[stored.header_begin : stored.header_end])
-        if self._last is not None and self._last[0] == stored.seq:
-            return self._last[1], header
-        if stored.flags & COPY:
-            anchor = np.empty(stored.header_end, np.uint8)
-            anchor[:] = np.frombuffer(extent.buffer, np.uint8)[: stored.header_end]
-            self._last = stored.seq, anchor
+        extent = slots.extents.get(slot)
+        if extent is None or extent.nbytes != nbytes:
+            extent = slots.map(slot, nbytes)
+        header, last = bytes(extent.view[begin:end]), self._last
+        if last is not None and last[0] == seq:
+            return last[1], header
+        if flags & COPY:
+            anchor = np.empty(end, _UINT8)
+            anchor[:] = np.frombuffer(extent.buffer, np.uint8)[:end]
+            self._last = seq, anchor
             self.pass_over(stored)
             self.copies += 1
             return anchor, header
-        anchor = np.ndarray(stored.nbytes, np.uint8, extent.buffer)
-        lease = _Lease(anchor)
-        lease.extent = extent
-        if not stored.flags & ANSWER:
-            self._last = stored.seq, anchor
-        self._leases[stored.seq] = lease
+        anchor = np.ndarray(nbytes, _UINT8, extent.buffer)
+        if not flags & ANSWER:
+            self._last = seq, anchor
+        self._leases[seq] = weakref.ref(anchor), extent
         return anchor, header
 
     def drop_last(self) -> None:
@@ -113,8 +103,8 @@ class MappedSlots:
 
         The caller takes out those of which it has told the server.
         """
-        for seq in [seq for seq, lease in self._leases.items() if lease() is None]:
-            self._pages.drop(self._leases[seq].extent)
+        for seq in [seq for seq, (anchor, _) in self._leases.items() if anchor() is None]:
+            self._pages.drop(self._leases[seq][1])
             self._released.append(seq)
             del self._leases[seq]
         return self._released
@@ -122,9 +112,9 @@ class MappedSlots:
     def close(self) -> None:
         """Turn what is held into private memory, in place, and let go of the server's memory."""
         self._last = None
-        for lease in list(self._leases.values()):
-            if lease() is not None:
-                lease.extent.detach()
+        for anchor, extent in list(self._leases.values()):
+            if anchor() is not None:
+                extent.detach()
         self._leases.clear()
         for slots in (self._own, self._batches):
             if slots is not None:

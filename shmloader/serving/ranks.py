@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -49,6 +49,15 @@ _opened = itertools.count()
 def host_loading(loader: Callable[[], Any]) -> Loading:
     """The `Loading` of a loader whose ranks share it: the usual one, if this rank is alone on its host."""
     return Loading(loader) if local_rank_and_ranks()[1] == 1 else HostLoading(loader)
+
+
+def _refusing(what: str, instead: str) -> Any:
+    """A method in place of one that a rank does not have."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise LoaderError(f"{what} is not there for a loader with shared_by='host'. {instead}")
+
+    return refuse
 
 
 class HostLoading(Loading):
@@ -96,25 +105,13 @@ class HostLoading(Loading):
         if state != {}:
             self._attached().load_state_dict(state)
 
-    def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Refuse."""
-        raise _not_here("follow()", "Call state_dict(taken=...) with the number of batches that were used.")
-
-    def state_after_epoch(self, epoch: int) -> State:
-        """Refuse."""
-        raise _not_here("the state after an epoch that was not read", "Call state_dict() after the epoch.")
-
-    def batch(self, epoch: int, number: int) -> Any:
-        """Refuse."""
-        raise _not_here("batch()", "Call it of a loader without shared_by, with the state loaded.")
-
-    def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
-        """Refuse."""
-        raise _not_here("'async for'", "Use 'for', in a thread of its own.")
-
-    def profile(self, every_s: float, tell: Callable[[Any], object] | None, *, replay: bool = False) -> Any:
-        """Refuse."""
-        raise _not_here("profile()", "Profile the loader without shared_by, in one process.")
+    follow = _refusing("follow()", "Call state_dict(taken=...) with the number of batches that were used.")
+    state_after_epoch = _refusing(
+        "the state after an epoch that was not read", "Call state_dict() after the epoch."
+    )
+    batch = _refusing("batch()", "Call it of a loader without shared_by, with the state loaded.")
+    iterate_async = _refusing("'async for'", "Use 'for', in a thread of its own.")
+    profile = _refusing("profile()", "Profile the loader without shared_by, in one process.")
 
     def statistics(self) -> LoaderStatistics:
         """This rank's batches, and its time in ``next()``; the served loader's own are in its process."""
@@ -128,10 +125,6 @@ class HostLoading(Loading):
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
-
-
-def _not_here(what: str, instead: str) -> LoaderError:
-    return LoaderError(f"{what} is not there for a loader with shared_by='host'. {instead}")
 
 
 def _name() -> str:

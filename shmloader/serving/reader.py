@@ -191,7 +191,7 @@ class AttachedIterator:
         began_ns = time.perf_counter_ns()
         if self._first < 0:
             self._first = link.begun()
-        stored = link.next(self._first, self._taken + 1)
+        stored = link.next(self._first + self._taken + 1)
         waited_ns = time.perf_counter_ns() - began_ns
         if stored is None:
             self._ended = StopIteration()

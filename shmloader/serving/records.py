@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raise it with every change of a message."""
 
 MOST_STATE_NBYTES = 1 << 16  # of a state that is loaded
@@ -51,8 +51,8 @@ class Stored(NamedTuple):
 class Request(NamedTuple):
     """A message of a reader."""
 
-    # `ASK` for an epoch, with number ``value`` for ``set_epoch()``, or -1; for batches up to the `NEXT` one,
-    # the ``value``-th since it joined the epoch; `LEAVE` the epoch; for the `STATE` after ``value`` batches
+    # `ASK` for an epoch, with number ``value`` for ``set_epoch()``, or -1; for batches up to the
+    # ``value``-th of the epoch, the `NEXT` one; `LEAVE` the epoch; for the `STATE` after ``value`` batches
     # of the epoch, or -1 between epochs; `LOAD` a state.
     kind: int
     value: int

@@ -1,54 +1,61 @@
 """The readers of a server, and how far each one is: when an epoch begins, a batch is made, one is let go.
 
-Pure bookkeeping: no sockets, no memory. Batches of an epoch go to all readers that are in it, so a reader is
-behind the fastest by what it has not asked for.
+Pure bookkeeping: no sockets, no slots. Batches of an epoch go to all readers that are in it, so a reader is
+behind by what was made and it has not asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Generic, Literal, TypeVar
+
+from shmloader.slots import ByteArray
 
 Policy = Literal["wait", "drop"]
 Join = Literal["now", "next"]
 
 
 class Reader:
-    """One reader, as the server knows it. `Roster` alone changes it."""
+    """One reader, as the server knows it. `Roster` alone changes how far it is."""
 
-    def __init__(self, number: int, pid: int, join: Join) -> None:
-        self.number, self.pid, self.join = number, pid, join
+    def __init__(self, join: Join = "next") -> None:
+        self.join = join
         self.epoch = -1  # the last one that it was in
-        self.active = False  # whether it is in the running epoch
         self.waits = False  # whether it has asked for an epoch that has not begun
         self.wants: int | None = None  # the number for ``set_epoch()`` with that
-        self.asked = self.sent = 0  # batches of its epoch
+        self.asked = 0  # the number of the last batch of its epoch that it has asked for
+        self.held: dict[int, ByteArray] = {}  # what it has not let go: leases on slots, by ``seq``
 
-    def ask(self, wants: int | None) -> None:
-        """Ask for an epoch, and leave the present one."""
-        self.active, self.waits, self.wants = False, True, wants
+    def wait(self, wants: int | None) -> None:
+        """Wait for an epoch."""
+        self.waits, self.wants = True, wants
 
-    def begin(self, epoch: int) -> None:
-        """Enter an epoch."""
-        self.active, self.waits, self.epoch = True, False, epoch
-        self.asked = self.sent = 0
+    def wait_no_more(self) -> None:
+        """Wait for no epoch."""
+        self.waits = False
 
-    def leave(self) -> None:
-        """Be in no epoch, and wait for none."""
-        self.active = self.waits = False
+    def begin(self, epoch: int, asked: int) -> None:
+        """Enter an epoch, of which so many batches were before."""
+        self.waits, self.epoch, self.asked = False, epoch, asked
 
-    def ask_next(self, asked: int) -> bool:
-        """Ask for batches up to the ``asked``-th; False if that is less than before, or more than follows."""
-        fits = not self.active or self.asked <= asked <= self.sent + 1
-        self.asked = asked
-        return fits
+    def ask_up_to(self, number: int) -> None:
+        """Ask for batches up to a number."""
+        self.asked = number
 
-    def send(self) -> None:
-        """Note that a batch was sent to it."""
-        self.sent += 1
+    def let_go(self, seqs: tuple[int, ...]) -> None:
+        """Hold some things no longer. The last reader's lease on a slot frees it."""
+        for seq in seqs:
+            self.held.pop(seq, None)
+
+    def let_all_go(self) -> None:
+        """Hold nothing: it has ended."""
+        self.held.clear()
 
 
-class Roster:
+AnyReader = TypeVar("AnyReader", bound=Reader)
+
+
+class Roster(Generic[AnyReader]):
     """The readers that are attached.
 
     Args:
@@ -62,12 +69,13 @@ class Roster:
         self.readers, self.window, self.policy = readers, window, policy
         self.epoch = -1  # the one that is running, or was the last
         self.running = False
-        self._all: dict[int, Reader] = {}
-        self._next = 0
+        self.made = 0  # batches of it so far
+        self.active: list[AnyReader] = []  # those that are in it
+        self._all: list[AnyReader] = []
         self._complete = readers is None  # whether as many were there once
 
-    def __iter__(self) -> Iterator[Reader]:
-        return iter(list(self._all.values()))
+    def __iter__(self) -> Iterator[AnyReader]:
+        return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -77,23 +85,19 @@ class Roster:
         """Whether all readers that there may be have come, and left."""
         return self.readers is not None and self._complete and not self._all
 
-    def add(self, pid: int, join: Join) -> Reader | None:
-        """A new reader; None if there are as many as there may be."""
+    def add(self, reader: AnyReader) -> bool:
+        """Add a reader; False if there are as many as there may be."""
         if self.readers is not None and len(self._all) >= self.readers:
-            return None
-        reader = self._all[self._next] = Reader(self._next, pid, join)
-        self._next += 1
+            return False
+        self._all.append(reader)
         self._complete = self._complete or len(self._all) == self.readers
-        return reader
+        return True
 
-    def remove(self, reader: Reader) -> None:
+    def remove(self, reader: AnyReader) -> None:
         """Remove a reader, which has ended or is let go."""
-        reader.leave()
-        self._all.pop(reader.number, None)
-
-    def active(self) -> list[Reader]:
-        """Those in the running epoch."""
-        return [reader for reader in self._all.values() if reader.active]
+        self.leave(reader)
+        if reader in self._all:
+            self._all.remove(reader)
 
     @property
     def tell_every(self) -> int:
@@ -102,52 +106,74 @@ class Roster:
 
     # --- epochs
 
+    def ask(self, reader: AnyReader, wants: int | None) -> bool:
+        """Ask for an epoch, and leave the present one; whether the reader enters it at once.
+
+        It does with ``join="now"``, with the next batch, unless it has left this epoch.
+        """
+        self.leave(reader)
+        if reader.join == "now" and self.active and reader.epoch != self.epoch:
+            reader.begin(self.epoch, self.made)
+            self.active.append(reader)
+            return True
+        reader.wait(wants)
+        return False
+
+    def leave(self, reader: AnyReader) -> None:
+        """Be in no epoch, and wait for none."""
+        reader.wait_no_more()
+        if reader in self.active:
+            self.active.remove(reader)
+
     def epoch_is_due(self) -> bool:
         """Whether the next epoch begins: nobody is in one, and all that took part before ask for it."""
-        if not self._complete or self.active() or not any(reader.waits for reader in self._all.values()):
+        if self.active or not self._complete or not any(reader.waits for reader in self._all):
             return False
         if self.readers is not None and self.epoch < 0:
-            return all(reader.waits for reader in self._all.values())
-        before = (reader for reader in self._all.values() if reader.epoch >= 0)
-        return self.policy == "drop" or all(reader.waits for reader in before)
+            return all(reader.waits for reader in self._all)
+        return self.policy == "drop" or all(reader.waits for reader in self._all if reader.epoch >= 0)
 
-    def begin_epoch(self) -> list[Reader]:
-        """Begin it; returns the readers that are in it."""
-        self.epoch += 1
-        self.running = True
-        begun = [reader for reader in self._all.values() if reader.waits]
-        for reader in begun:
-            reader.begin(self.epoch)
-        return begun
+    def waiting(self) -> list[AnyReader]:
+        """Those that wait for the next epoch."""
+        return [reader for reader in self._all if reader.waits]
 
-    def end_epoch(self) -> list[Reader]:
+    def begin_epoch(self) -> None:
+        """Begin it, with all that wait for it."""
+        self.epoch, self.running, self.made = self.epoch + 1, True, 0
+        self.active = self.waiting()
+        for reader in self.active:
+            reader.begin(self.epoch, 0)
+
+    def end_epoch(self) -> list[AnyReader]:
         """End the epoch, which has no more batches; returns the readers that were in it to the end."""
-        self.running = False
-        ended = self.active()
-        for reader in ended:
-            reader.leave()
+        ended, self.active, self.running = self.active, [], False
         return ended
-
-    def joins_now(self, reader: Reader) -> bool:
-        """Let a reader that waits enter the running epoch with the next batch, if it wants that.
-
-        One that has left this epoch waits for the next one.
-        """
-        if reader.join != "now" or reader.epoch == self.epoch or not (self.running and self.active()):
-            return False
-        reader.begin(self.epoch)
-        return True
 
     # --- batches
 
+    def ask_next(self, reader: AnyReader, number: int) -> bool:
+        """Ask for batches up to a number; False if that is less than before, or more than follows."""
+        if reader not in self.active:  # the epoch has ended meanwhile
+            return True
+        fits = reader.asked <= number <= self.made + 1
+        reader.ask_up_to(number)
+        return fits
+
     def batch_is_due(self) -> bool:
         """Whether a batch is to be made: some are in the epoch, and all of them have room for it."""
-        active = self.active()
-        return bool(active) and all(reader.sent - reader.asked < self.window for reader in active)
+        full = self.made - self.window
+        for reader in self.active:
+            if reader.asked <= full:
+                return False
+        return bool(self.active)
 
-    def too_slow(self) -> list[Reader]:
+    def add_batch(self) -> int:
+        """Note that a batch was made for those in the epoch; returns its number."""
+        self.made += 1
+        return self.made
+
+    def too_slow(self) -> list[AnyReader]:
         """Those that are let go: they have no room, and a reader waits for the next batch."""
-        active = self.active()
-        if self.policy == "wait" or not any(reader.asked > reader.sent for reader in active):
+        if self.policy == "wait" or not any(reader.asked > self.made for reader in self.active):
             return []
-        return [reader for reader in active if reader.sent - reader.asked >= self.window]
+        return [reader for reader in self.active if self.made - reader.asked >= self.window]

@@ -1,13 +1,12 @@
 """`serve`: the process that iterates over a loader for others, in one thread without locks.
 
-iterator.next() ──▶ Source: where the batch lies ──▶ Held: the lease, while any reader holds it
+iterator.next() ──▶ Source: where the batch lies ──▶ Reader.held: the lease, while any reader holds it
 │ STORED to each reader in the epoch
 Roster: who may have how many  ◀── NEXT, ASK, LEAVE ────┘ maps the slot, reads, lets go
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -20,38 +19,38 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from shmloader.errors import LoaderError, NotReady, ResumeError
-from shmloader.host_sockets import not_inherited
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
-from shmloader.serving.held import Held
-from shmloader.serving.records import Request, Stored
-from shmloader.serving.roster import Join, Policy, Reader, Roster
+from shmloader.serving.records import Stored
+from shmloader.serving.roster import Policy, Roster
 from shmloader.serving.source import Item, Source
-from shmloader.store.host_server import peer_of
+from shmloader.store.host_server import FULL, RETRY_S
 
 _log = logging.getLogger(__name__)
 
 WINDOW, MOST_WINDOW = 4, 32
 _KEPT = 16  # so many things may readers hold beside those in the window before they copy what they get
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_RETRY_S = 0.02
 
 
 class Server:
     """Serves one loader at one name; see `serve`."""
 
     def __init__(
-        self, source: Source, name: str, roster: Roster, about: dict[str, Any], listener: socket.socket
+        self,
+        source: Source,
+        name: str,
+        roster: Roster[Connection],
+        about: dict[str, Any],
+        listener: socket.socket,
     ) -> None:
         self._source, self._name, self._roster, self._about = source, name, roster, about
-        self._held = Held()
+        self._where = f"Raised in process {os.getpid()}, which serves {name!r}"
         self._listener = listener
         listener.setblocking(False)
         self._connections: dict[int, Connection] = {}  # by descriptor
-        self._of_readers: dict[int, Connection] = {}  # by the reader's number
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
-        self._number = 0  # batches of this epoch so far
+        self._seq = 0  # things that were stored for readers
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
 
     def run(self, epochs: int | None) -> None:
@@ -66,19 +65,18 @@ class Server:
     def _go_on(self, epochs: int | None) -> bool:
         """Do what is due; False if there is nothing to do before a reader says something."""
         roster = self._roster
-        if roster.epoch_is_due():
+        if roster.batch_is_due():
+            self._make_batch()
+        elif roster.epoch_is_due():
             self._begin_epoch(epochs)
         elif slow := roster.too_slow():
             for reader in slow:
-                behind = reader.sent - reader.asked
                 self._let_go(
-                    self._connection_of(reader),
-                    f"this process was {behind} batches behind the fastest reader of {self._name!r}, and was "
-                    "let go: no more are kept for it (policy='drop', window)",
+                    reader,
+                    f"this process was {roster.made - reader.asked} batches behind the fastest reader of "
+                    f"{self._name!r}, and was let go: no more are kept for it (policy='drop', window)",
                 )
-        elif roster.batch_is_due():
-            self._make_batch()
-        elif roster.running and not roster.active():
+        elif roster.running and not roster.active:
             roster.end_epoch()
             self._source.leave()
         else:
@@ -96,28 +94,29 @@ class Server:
     def _look(self, timeout_s: float | None) -> None:
         """Take what readers say; waits for it, unless ``timeout_s`` is 0."""
         for fd, event in self._poller.poll(timeout_s):
-            if fd == self._listener.fileno():
+            connection = self._connections.get(fd)
+            if connection is None:
                 self._accept()
-            elif (connection := self._connections.get(fd)) is not None:
-                if connection.deaf or not event & select.POLLIN:
-                    self._end(connection)
-                else:
-                    self._receive(connection)
+            elif connection.deaf or not event & select.POLLIN:
+                self._end(connection)
+            else:
+                self._receive(connection)
 
     def _accept(self) -> None:
         try:
             end, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in _FULL:
-                time.sleep(_RETRY_S)  # it stays in the queue until a descriptor is free
+            if error.errno in FULL:
+                time.sleep(RETRY_S)  # it stays in the queue until a descriptor is free
             return
-        pid, uid = peer_of(end)
-        connection = Connection(not_inherited(end))
-        if uid != os.geteuid():
-            why = f"{self._name!r} is served to processes of user {os.geteuid()} only; this one is user {uid}"
-            connection.send(bytes([records.REFUSED]) + why.encode())
+        connection = Connection(end)
+        if connection.uid != os.geteuid():
+            why = f"{self._name!r} is served to processes of user {os.geteuid()} only"
+            connection.send(bytes([records.REFUSED]) + f"{why}; this one is user {connection.uid}".encode())
             end.close()
-            _log.warning("serve %r: process %d of user %d was refused", self._name, pid, uid)
+            _log.warning(
+                "serve %r: process %d of user %d was refused", self._name, connection.pid, connection.uid
+            )
             return
         self._connections[end.fileno()] = connection
         self._poller.register(end, select.POLLIN)
@@ -130,47 +129,37 @@ class Server:
         try:
             if not message:
                 self._end(connection)
-            elif connection.reader is None:
-                self._greet(connection, message)
+            elif connection.greeted:
+                self._answer(connection, message)
             else:
-                self._answer(connection, connection.reader, records.unpack_request(message))
+                self._greet(connection, json.loads(message))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            _log.warning(
-                "serve %r: nonsense from process %d: %s", self._name, peer_of(connection.end)[0], error
-            )
-            if connection.reader is None:
-                self._end(connection)
-            else:
+            _log.warning("serve %r: nonsense from process %d: %s", self._name, connection.pid, error)
+            if connection.greeted:
                 self._let_go(connection, f"the server of {self._name!r} could not understand this process")
+            else:
+                self._end(connection)
 
-    def _greet(self, connection: Connection, message: bytes) -> None:
-        its = json.loads(message)
-        why, reader = meeting.why_refused(self._about, its, self._name), None
+    def _greet(self, connection: Connection, its: dict[str, Any]) -> None:
+        why = meeting.why_refused(self._about, its, self._name)
         if why is None:
-            join: Join = "now" if its["join"] == "now" else "next"
-            reader = self._roster.add(peer_of(connection.end)[0], join)
-            if reader is None:
+            connection.greet("now" if its["join"] == "now" else "next")
+            if not self._roster.add(connection):
                 pids = ", ".join(str(reader.pid) for reader in self._roster)
                 why = f"{self._name!r} has its {self._roster.readers} readers already: processes {pids}"
-        if reader is None:
-            connection.send(bytes([records.REFUSED]) + str(why).encode())
+        if why is not None:
+            connection.send(bytes([records.REFUSED]) + why.encode())
             self._end(connection)
             return
-        connection.greet(reader)
-        self._of_readers[reader.number] = connection
         welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
         connection.send(bytes([records.WELCOME]) + json.dumps(welcome).encode(), [self._source.fd])
 
-    def _connection_of(self, reader: Reader) -> Connection:
-        return self._of_readers[reader.number]
-
     def _let_go(self, connection: Connection, why: str) -> None:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
-        if connection.reader is not None:
-            _log.warning("serve %r: process %d: %s", self._name, connection.reader.pid, why)
-            self._roster.remove(connection.reader)
+        _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
+        self._roster.remove(connection)
         connection.send(bytes([records.CLOSED]) + why.encode())
-        connection.let_go()
+        connection.turn_deaf()
         self._poller.modify(connection.end, 0)  # its end is still reported
 
     def _end(self, connection: Connection) -> None:
@@ -178,29 +167,26 @@ class Server:
         self._poller.unregister(connection.end)
         del self._connections[connection.end.fileno()]
         connection.end.close()
-        if connection.reader is not None:
-            self._roster.remove(connection.reader)
-            self._held.release_all(connection.reader.number)
-            del self._of_readers[connection.reader.number]
+        self._roster.remove(connection)
+        connection.let_all_go()
 
     # --- requests
 
-    def _answer(self, connection: Connection, reader: Reader, request: Request) -> None:
-        for seq in request.released:
-            self._held.release(seq, reader.number)
+    def _answer(self, connection: Connection, message: bytes) -> None:
+        request = records.unpack_request(message)
         kind, value = request.kind, request.value
+        connection.let_go(request.released)
         if kind == records.NEXT:
-            if not reader.ask_next(value):
-                raise ValueError(f"it asks for batch {value} after {reader.asked}, and has {reader.sent}")
+            if not self._roster.ask_next(connection, value):
+                raise ValueError(f"it asks for batch {value} after {connection.asked}")
         elif kind == records.ASK:
-            connection.note_ask(request.number)
-            reader.ask(None if value < 0 else value)
-            if self._roster.joins_now(reader):
+            connection.note_request(request.number)
+            if self._roster.ask(connection, None if value < 0 else value):
                 self._tell_of_epoch(connection)
         elif kind == records.LEAVE:
-            reader.leave()
+            self._roster.leave(connection)
         elif kind == records.STATE:
-            self._reply(connection, request.number, lambda: self._state(reader, value))
+            self._reply(connection, request.number, lambda: self._state(connection, value))
         else:
             self._reply(connection, request.number, lambda: self._load(request.text))
 
@@ -209,10 +195,14 @@ class Server:
         try:
             item = self._source.store(make())
         except Exception as error:  # noqa: BLE001 - the reader's
-            item = self._source.store_error(error, f"Raised in process {os.getpid()}, which serves")
+            item = self._source.store_error(error, self._where)
         self._reply_with(item, connection, number)
 
-    def _state(self, reader: Reader, taken: int) -> Any:
+    def _reply_with(self, item: Item, connection: Connection, number: int) -> None:
+        message = self._hold(item, [connection], records.ANSWER, number)
+        self._check_sent(connection, connection.send(message))
+
+    def _state(self, reader: Connection, taken: int) -> Any:
         if taken >= 0 and reader.epoch != self._roster.epoch:
             raise ResumeError("the readers have begun the next epoch: there is no state of the last one now")
         if taken < 0 and self._roster.running:
@@ -233,8 +223,7 @@ class Server:
     # --- epochs and batches
 
     def _begin_epoch(self, epochs: int | None) -> None:
-        readers = [reader for reader in self._roster if reader.waits]
-        waiting = [self._connection_of(reader) for reader in readers]
+        readers = self._roster.waiting()
         wanted = sorted({reader.wants for reader in readers if reader.wants is not None})
         try:
             if epochs is not None and self._roster.epoch + 1 >= epochs:
@@ -244,18 +233,17 @@ class Server:
             self._source.begin(wanted[0] if wanted else None)
         except Exception as error:  # noqa: BLE001 - every reader's
             for reader in readers:
-                reader.leave()
-            where = f"Raised in process {os.getpid()}, which serves {self._name!r}, when an epoch began"
-            for connection in waiting:
-                item = self._source.store_error(error, where)
-                self._reply_with(item, connection, connection.ask)
+                self._roster.leave(reader)
+                item = self._source.store_error(error, f"{self._where}, when an epoch began")
+                self._reply_with(item, reader, reader.request)
             return
-        self._number, self._loaded = 0, None
-        for reader in self._roster.begin_epoch():
-            self._tell_of_epoch(self._connection_of(reader))
+        self._loaded = None
+        self._roster.begin_epoch()
+        for reader in readers:
+            self._tell_of_epoch(reader)
 
-    def _tell_of_epoch(self, connection: Connection) -> None:
-        connection.send(records.pack_epoch(connection.ask, self._number), self._source.epoch_fds)
+    def _tell_of_epoch(self, reader: Connection) -> None:
+        reader.send(records.pack_epoch(reader.request, self._roster.made), self._source.epoch_fds)
 
     def _make_batch(self) -> None:
         try:
@@ -266,46 +254,32 @@ class Server:
                 item = self._source.next()
         except StopIteration:
             for reader in self._roster.end_epoch():
-                self._connection_of(reader).send(bytes([records.END]))
+                reader.send(bytes([records.END]))
             return
         except Exception as error:  # noqa: BLE001 - in the batch's place, for every reader
-            where = f"Raised in process {os.getpid()}, which serves {self._name!r}"
-            item = self._source.store_error(error, where)
-        self._number += 1
-        active = self._roster.active()
-        for reader in active:
-            reader.send()
-        room = self._roster.window + 2 * len(self._roster) + _KEPT
-        flags = records.COPY if len(self._held) >= min(room, MOST_WINDOW + _KEPT) else 0
-        connections = [self._connection_of(reader) for reader in active]
-        message = self._hold(item, connections, flags, self._number)
-        for connection in connections:
-            connection.add(message)
+            item = self._source.store_error(error, self._where)
+        held = set[int]().union(*(connection.held for connection in self._connections.values()))
+        room = min(self._roster.window + 2 * len(self._roster), MOST_WINDOW) + _KEPT
+        flags = records.COPY if len(held) >= room else 0
+        readers = self._roster.active
+        message = self._hold(item, readers, flags, self._roster.add_batch())
+        for reader in readers:
+            reader.unsent.append(message)
 
     def _flush(self) -> None:
         """Send readers the batches that were made since: one message for all that needed no wait."""
-        for connection in list(self._of_readers.values()):
-            self._check_sent(connection, connection.flush())
+        for connection in list(self._connections.values()):
+            if connection.unsent:
+                self._check_sent(connection, connection.send())
 
-    def _hold(self, item: Item, to: list[Connection], flags: int, number: int) -> bytes:
+    def _hold(self, item: Item, readers: list[Connection], flags: int, number: int) -> bytes:
         """Let readers hold something from now on; returns the message that tells them."""
-        readers = [connection.reader.number for connection in to if connection.reader is not None]
-        seq, place = self._held.add(item.anchor, readers), item.place
-        return records.pack_stored(
-            Stored(
-                item.flags | flags,
-                seq,
-                number,
-                place.number,
-                place.nbytes,
-                place.header_begin,
-                place.header_end,
-            )
-        )
-
-    def _reply_with(self, item: Item, connection: Connection, number: int) -> None:
-        message = self._hold(item, [connection], records.ANSWER, number)
-        self._check_sent(connection, connection.send(message))
+        self._seq = seq = self._seq + 1
+        for reader in readers:
+            reader.held[seq] = item.anchor
+        place = item.place
+        where = place.number, place.nbytes, place.header_begin, place.header_end
+        return records.pack_stored(Stored(item.flags | flags, seq, number, *where))
 
     def _check_sent(self, connection: Connection, was_sent: bool) -> None:
         if not was_sent and not connection.deaf:
@@ -381,7 +355,7 @@ def serve(
 
 
 def run_server(
-    loader: Any, name: str, roster: Roster, about: dict[str, Any], epochs: int | None = None
+    loader: Any, name: str, roster: Roster[Connection], about: dict[str, Any], epochs: int | None = None
 ) -> None:
     """Serve, and end: `serve` with checked arguments, and an introduction of this process."""
     listener = meeting.listen(name)

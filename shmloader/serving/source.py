@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from shmloader.codec import Decoder, Encoder
+from shmloader.codec import Encoder
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.errors import LoaderClosed, NotReady, ResumeError, SharedMemoryExhausted
 from shmloader.failures.exceptions import capture
@@ -29,31 +29,12 @@ class Item(NamedTuple):
     place: Place
 
 
-class _KeepingDecoder(Decoder):
-    """Keeps the memory of the last batch, which may have no views, until it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._anchor: ByteArray | None = None
-
-    def decode(self, anchor: ByteArray, header: bytes) -> Any:
-        """Decode a batch, as `Decoder.decode` does."""
-        self._anchor = anchor
-        return super().decode(anchor, header)
-
-    def take(self) -> ByteArray | None:
-        """The memory of the batch that was decoded last; None if that was taken, or there was none."""
-        anchor, self._anchor = self._anchor, None
-        return anchor
-
-
 class Source:
     """Iterates over a loader, as any program does. Server's process only."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._iterator: Any = None
-        self._decoder = _KeepingDecoder()
         nbytes = memory_headroom().available_nbytes // 2
         self._own = PlaceTable(Segment(), 1, nbytes, follows_host=True)
         self._allocator = SlotAllocator(self._own.segment.duplicate())
@@ -86,8 +67,6 @@ class Source:
             self.loader.set_epoch(epoch)
         self._iterator = None  # without persistent workers, the last one's end here
         self._iterator = iter(self.loader)
-        if isinstance(self._iterator, SlotIterator):
-            self._iterator.decode_with(self._decoder)
 
     def leave(self) -> None:
         """Leave the epoch: its workers end, unless they are persistent."""
@@ -99,17 +78,15 @@ class Source:
         Without ``waits`` it raises `NotReady` if that is not here.
         """
         iterator = self._iterator
-        if not (waits or isinstance(iterator, SlotIterator)):
-            raise NotReady
-        try:
-            batch = next(iterator) if waits else iterator.try_next()
-        finally:
-            anchor = self._decoder.take()
-        if anchor is not None:
-            place = self._iterator.table.leased_to(anchor)
-            if place is not None:
-                return Item(anchor, 0, place)
-        return self.store(batch)
+        if not isinstance(iterator, SlotIterator):
+            if not waits:
+                raise NotReady
+            return self.store(next(iterator))
+        batch = next(iterator) if waits else iterator.try_next()
+        place = iterator.table.taken
+        anchor = None if place is None or place.lease is None else place.lease()
+        # A batch without views has let its slot go, and one that was spilled never had it.
+        return self.store(batch) if place is None or anchor is None else Item(anchor, 0, place)
 
     # --- anything else
 

@@ -76,11 +76,6 @@ class SlotMemory:
             place.set_extent(extent)
         return extent
 
-    def leased_to(self, anchor: ByteArray) -> Place | None:
-        """The place that is leased to an anchor; None if that is private memory, of a batch that spilled."""
-        leased = (place for place in self.places if (lease := place.lease) is not None and lease() is anchor)
-        return next(leased, None)
-
     def oldest_leases(self) -> tuple[str, ...]:
         """With ``SHMLOADER_DEBUG=1``, the batches that the program has held for longest; see `Inspection`."""
         return () if self.inspection is None else self.inspection.oldest_leases()

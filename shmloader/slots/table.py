@@ -50,6 +50,7 @@ class PlaceTable(SlotMemory):
         self.arrived: dict[int, Place] = {}
         # Places that are being made and whose batch is not wanted, by ``seq``.
         self.void: dict[int, Place] = {}
+        self.taken: Place | None = None  # the one whose batch `take` took out last
         self.unanswered = [0] * workers  # by worker: tasks that it has not answered, void ones included
         self.epoch = epoch  # the present one; tasks may be of the next one already
         self._sent = 0  # number of the next task
@@ -248,6 +249,7 @@ class PlaceTable(SlotMemory):
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         begin, end = place.header_begin, place.header_end
+        self.taken = place
         if place.pieces is None and self.can_lease():
             extent = place.extent if place.ready else self._make_ready(place)
             assert extent is not None

@@ -29,8 +29,8 @@ MOST_FDS = 250
 """The most descriptors of an answer: the kernel takes 253 with one message."""
 
 _PEER = struct.Struct("3i")
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_RETRY_S = 0.02
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+RETRY_S = 0.02  # before what found no descriptor is tried again
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -51,7 +51,7 @@ def answer(connection: socket.socket, kind: int, fds: Sequence[int]) -> None:
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
-            time.sleep(_RETRY_S)
+            time.sleep(RETRY_S)
         else:
             return
 
@@ -91,9 +91,9 @@ class Server:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
-            time.sleep(_RETRY_S)  # it stays in the queue until a descriptor is free
+            time.sleep(RETRY_S)  # it stays in the queue until a descriptor is free
             return True
         try:
             if peer_of(connection)[1] != os.geteuid():

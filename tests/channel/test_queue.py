@@ -19,6 +19,8 @@ from queue_processes import claim_getting, claim_putting, echo, item, objects, p
 
 import shmloader
 from shmloader import Queue, QueueClosed
+from shmloader.channel.consumer import Consumer
+from shmloader.channel.producer import Producer
 
 METHODS = pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
@@ -118,7 +120,8 @@ def test_small_arrays_travel_in_the_record_and_are_writable() -> None:
     tensor += 1
     assert array.tolist() == [1, 2, 3]
     assert tensor.tolist() == [2, 2]
-    assert both._consumer._table.tasks == 2  # it took none of the granted slots
+    consumer: Any = both._ends[Consumer]
+    assert consumer._table.tasks == 2  # it took none of the granted slots
     both.close()
 
 
@@ -206,9 +209,10 @@ def test_memory_of_the_queue_is_not_copied_and_is_given_away() -> None:
     both = Queue(2)
     for number in range(10):
         given = both.new_empty((300, 100), torch.float64).fill_(number)
-        before = both._producer._outbox._encoder.copied_nbytes
+        producer: Any = both._ends[Producer]
+        before = producer._outbox._encoder.copied_nbytes
         both.put({"x": given, "number": number})
-        assert both._producer._outbox._encoder.copied_nbytes == before
+        assert producer._outbox._encoder.copied_nbytes == before
         assert given.shape == (0,)
         got = both.get()
         assert got["x"].shape == (300, 100)
@@ -424,6 +428,26 @@ def test_the_producer_hears_that_the_consumer_closed(warm_helpers: None) -> None
     with process("fork", consume, one), closed:
         while True:
             one.put(torch.ones(10_000))
+    one.close()
+
+
+def test_the_producer_hears_of_it_where_a_thread_of_the_consumer_waits(warm_helpers: None) -> None:
+    def waits(one: Queue) -> None:
+        with pytest.raises(QueueClosed):
+            one.get()
+
+    def consume(one: Queue) -> None:
+        thread = threading.Thread(target=waits, args=(one,))
+        thread.start()
+        time.sleep(0.2)
+        one.close()
+        thread.join()
+
+    one = Queue(1)
+    with process("fork", consume, one), pytest.raises(QueueClosed, match="has closed it"):
+        time.sleep(1.5)  # until then it waits
+        while True:
+            one.put(1, timeout=10)
     one.close()
 
 

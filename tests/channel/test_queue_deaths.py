@@ -187,6 +187,25 @@ def test_kills_at_random_moments(victim: str) -> None:
         one.close()
 
 
+def test_a_death_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at the next look: the other process is watched from the first sleep on."""
+    monkeypatch.setattr("shmloader.channel.end.LOOK_S", 30.0)
+    one = Queue(1)
+    process = start("fork", put_for_ever, one, 0)
+    for _ in range(20):
+        one.get(timeout=60)
+    killer = threading.Timer(0.1, process.kill)
+    killer.start()
+    began_s = time.monotonic()
+    with pytest.raises(PeerDied):
+        while True:
+            one.get(timeout=60)
+    assert time.monotonic() - began_s < 15
+    killer.join()
+    end(process)
+    one.close()
+
+
 def test_nothing_is_left_when_all_are_killed() -> None:
     """Both ends and the process that made the queue, while objects wait and are written."""
     before = shared_nbytes()

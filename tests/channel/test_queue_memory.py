@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import psutil
 import pytest
@@ -11,6 +12,7 @@ from robustness.confined import memory_cgroup
 from robustness.processes import python
 
 from shmloader import Queue, SharedMemoryExhausted, SpillWarning
+from shmloader.channel.consumer import Consumer
 from shmloader.memory import PAGE_NBYTES
 
 MIB = 1 << 20
@@ -71,7 +73,8 @@ def test_memory_of_large_objects_is_given_back() -> None:
     for _ in range(60):
         one.put(torch.ones(10_000))
         one.get()
-    table = one._consumer._table
+    consumer: Any = one._ends[Consumer]
+    table = consumer._table
     assert sum(place.nbytes for place in table.places) < 8 * MIB
     one.close()
 

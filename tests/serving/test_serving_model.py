@@ -1,6 +1,6 @@
 """The protocol of server and readers, in every interleaving: nothing breaks, and planted bugs are found.
 
-`Roster`, `Held`, `PlaceTable` and the packed requests are the real ones; sockets are queues, and batches are
+`Roster`, `Reader`, `PlaceTable` and the packed requests are the real ones; sockets are queues, batches are
 numbers in the memory of slots. A state of the model is the shortest script of steps that leads to it.
 """
 
@@ -17,7 +17,6 @@ from protocol_fakes import Segment
 
 from shmloader.memory import PAGE_NBYTES
 from shmloader.serving import records
-from shmloader.serving.held import Held
 from shmloader.serving.roster import Policy, Reader, Roster
 from shmloader.slots import PlaceTable
 
@@ -41,8 +40,8 @@ class Setting:
     kills: int = 0
     leaves: int = 0  # how often readers leave an epoch early, in all
     late: bool = False  # whether readers may come at any time, instead of all being waited for
-    roster: type[Roster] = Roster
-    held: type[Held] = Held
+    roster: type[Roster[Reader]] = Roster
+    reader: type[Reader] = Reader
 
 
 @dataclass
@@ -72,10 +71,9 @@ class World:
         self.table = PlaceTable(self.segment, 1, pages * PAGE_NBYTES)  # type: ignore[arg-type]
         wanted = None if setting.late else setting.readers
         self.roster = setting.roster(wanted, setting.window, setting.policy)
-        self.held = setting.held()
         self.clients: list[Client] = []
-        self.members: list[Reader | None] = []
-        self.number = self.made = self.kills = self.leaves = 0
+        self.members: list[Reader] = []
+        self.made = self.kills = self.leaves = 0
         for _ in range(0 if setting.late else setting.readers):
             self._join()
         for step in script:
@@ -84,9 +82,8 @@ class World:
 
     def _join(self) -> None:
         self.clients.append(Client())
-        reader = self.roster.add(len(self.clients), "now")
-        assert reader is not None
-        self.members.append(reader)
+        self.members.append(self.setting.reader("now"))
+        assert self.roster.add(self.members[-1])
 
     # --- steps
 
@@ -120,7 +117,7 @@ class World:
             roster.epoch_is_due()
             or roster.too_slow()
             or roster.batch_is_due()
-            or (roster.running and not roster.active())
+            or (roster.running and not roster.active)
         )
 
     def do(self, step: tuple[Any, ...]) -> None:
@@ -162,17 +159,16 @@ class World:
                 raise Broken(f"reader {who} has batch {number} after {client.first + client.taken}")
             client.held[seq] = slot, value
             client.taken += 1
-            client.told = client.taken
-            self._say(client, records.NEXT, client.taken)
+            client.told = number
+            self._say(client, records.NEXT, number)
         elif kind == STORED:
             client.held[about[0]] = about[1], about[2]
         elif kind == EPOCH:
             if about[1] and not self.setting.late:
                 raise Broken(f"reader {who} begins after {about[1]} batches")
-            client.in_epoch, client.first, client.taken, client.told = about[0], about[1], 0, 0
+            client.in_epoch, client.first, client.taken, client.told = about[0], about[1], 0, about[1] + 1
             client.asked = False
-            self._say(client, records.NEXT, 1)
-            client.told = 1
+            self._say(client, records.NEXT, client.told)
         elif kind == END:
             if client.in_epoch >= 0:
                 if client.first + client.taken != self.setting.batches:
@@ -191,32 +187,28 @@ class World:
         client.held.clear()
         client.came.clear()
         client.says.clear()
-        reader = self.members[who]
-        if reader is not None:
-            self.roster.remove(reader)
-            self.held.release_all(reader.number)
+        self.roster.remove(self.members[who])
+        self.members[who].let_all_go()
 
     def _hear(self, who: int, client: Client) -> None:
         reader, request = self.members[who], records.unpack_request(client.says.popleft())
-        assert reader is not None
         if client.closed or any(message[0] == CLOSED for message in client.came):
             return  # it was let go
-        for seq in request.released:
-            self.held.release(seq, reader.number)
+        reader.let_go(request.released)
         if request.kind == records.ASK:
-            reader.ask(None)
-            if self.roster.joins_now(reader):
-                client.came.append((EPOCH, self.roster.epoch, self.number))
+            if self.roster.ask(reader, None):
+                client.came.append((EPOCH, self.roster.epoch, self.roster.made))
         elif request.kind == records.LEAVE:
-            reader.leave()
-        elif not reader.ask_next(request.value):
-            raise Broken(f"reader {who} asks for {request.value} after {reader.asked}, {reader.sent} sent")
+            self.roster.leave(reader)
+        elif not self.roster.ask_next(reader, request.value):
+            raise Broken(f"reader {who} asks for {request.value} after {reader.asked}")
 
     def _serve(self) -> None:
         roster = self.roster
         if roster.epoch_is_due():
-            self.number = 0
-            for reader in roster.begin_epoch():
+            readers = roster.waiting()
+            roster.begin_epoch()
+            for reader in readers:
                 self._client(reader).came.append((EPOCH, roster.epoch, 0))
         elif slow := roster.too_slow():
             for reader in slow:
@@ -224,7 +216,7 @@ class World:
                 self._client(reader).came.append((CLOSED,))
         elif not roster.batch_is_due():
             roster.end_epoch()
-        elif self.number == self.setting.batches:
+        elif roster.made == self.setting.batches:
             for reader in roster.end_epoch():
                 self._client(reader).came.append((END,))
         else:
@@ -232,18 +224,15 @@ class World:
 
     def _make(self) -> None:
         self.made += 1
-        self.number += 1
         value = self.made % 250 + 1
         place = self.table.grant(0, 0, 0, b"")
         self.table.reserve(place, 1).view[:1] = bytes([value])
         self.table.arrive(place.seq, place.nbytes, 0, 1, 0, 0)
         anchor, _ = self.table.take(place)
-        active = self.roster.active()
-        for reader in active:
-            reader.send()
-        seq = self.held.add(anchor, [reader.number for reader in active])
-        for reader in active:
-            self._client(reader).came.append((STORED, seq, place.number, value, self.number))
+        number = self.roster.add_batch()
+        for reader in self.roster.active:
+            reader.held[self.made] = anchor
+            self._client(reader).came.append((STORED, self.made, place.number, value, number))
 
     def _client(self, reader: Reader) -> Client:
         return self.clients[next(n for n, member in enumerate(self.members) if member is reader)]
@@ -258,7 +247,7 @@ class World:
             for slot, value in (*client.held.values(), *unread.values()):
                 if self._byte(slot) != value:
                     raise Broken(f"the batch in slot {slot}, which reader {who} has, has changed")
-            ahead = self.number - client.first - client.taken
+            ahead = self.roster.made - client.first - client.taken
             waits = client.alive and self.setting.policy == "wait" and client.in_epoch == self.roster.epoch
             if waits and ahead > self.setting.window + 1:
                 raise Broken(f"reader {who} is {ahead} batches behind")
@@ -270,13 +259,16 @@ class World:
         """Nothing can happen: then all readers have ended, and nothing is held."""
         if any(client.alive for client in self.clients):
             raise Broken(f"nothing can go on: {[client for client in self.clients if client.alive]}")
-        if len(self.held) or self.table.kept:
-            raise Broken(f"{len(self.held)} batches are held for nobody")
+        if any(reader.held for reader in self.members) or self.table.kept:
+            raise Broken(f"{self.table.kept} batches are held for nobody")
 
     def key(self) -> Any:
         """What tells states apart; numbers that only grow are taken relative to each other."""
         roster, base = self.roster, self.made
-        readers = [(r.active, r.waits, r.epoch >= 0, r.sent - r.asked, r.number) for r in roster]
+        readers = [
+            (r in roster.active, r.waits, r.epoch >= 0, roster.made - r.asked, self.members.index(r))
+            for r in roster
+        ]
         clients = []
         for client in self.clients:
             came = tuple((m[0], *(base - x for x in m[3:4]), *m[4:]) for m in client.came)
@@ -298,7 +290,8 @@ class World:
                 )
             )
         lists = (tuple(readers), tuple(clients))
-        return (*lists, self.number, self.kills, self.leaves, roster.running, len(self.held))
+        held = set[int]().union(*(reader.held for reader in self.members))
+        return (*lists, roster.made, self.kills, self.leaves, roster.running, len(held))
 
 
 def explore(setting: Setting, most: int = 40_000) -> tuple[int, str]:
@@ -350,37 +343,40 @@ def test_nothing_breaks_in_any_interleaving(name: str) -> None:
 # --- planted bugs
 
 
-class ForgetsHolders(Held):
-    """The first reader that lets go frees the batch."""
+class ForgetsHolders(Roster[Reader]):
+    """The first reader that lets go frees the batch: there is one account of what all hold."""
 
-    def release(self, seq: int, reader: int) -> bool:
-        for other in list(self._holders.get(seq, ())):
-            super().release(seq, other)
-        return True
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.held: dict[int, Any] = {}
+
+    def add(self, reader: Reader) -> bool:
+        reader.held = self.held
+        return super().add(reader)
 
 
-class KeepsTheDead(Held):
+class KeepsTheDead(Reader):
     """What a dead reader held is never freed."""
 
-    def release_all(self, reader: int) -> None:
+    def let_all_go(self) -> None:
         pass
 
 
-class NoWindow(Roster):
+class NoWindow(Roster[Reader]):
     """Batches are made however slow a reader is."""
 
     def batch_is_due(self) -> bool:
-        return bool(self.active())
+        return bool(self.active)
 
 
-class BeginsForOne(Roster):
+class BeginsForOne(Roster[Reader]):
     """An epoch begins while a reader is in the last one."""
 
     def epoch_is_due(self) -> bool:
         return any(reader.waits for reader in self) and len(self) > 0
 
 
-class WaitsForTheDead(Roster):
+class WaitsForTheDead(Roster[Reader]):
     """A reader that has ended is still waited for."""
 
     def remove(self, reader: Reader) -> None:
@@ -390,8 +386,8 @@ class WaitsForTheDead(Roster):
 @pytest.mark.parametrize(
     ("bug", "of"),
     [
-        (functools.partial(Setting, held=ForgetsHolders), {"batches": 3}),
-        (functools.partial(Setting, held=KeepsTheDead), {"batches": 2, "kills": 1}),
+        (functools.partial(Setting, roster=ForgetsHolders), {"batches": 3}),
+        (functools.partial(Setting, reader=KeepsTheDead), {"batches": 2, "kills": 1}),
         (functools.partial(Setting, roster=NoWindow), {"batches": 4}),
         (functools.partial(Setting, roster=BeginsForOne), {"batches": 2}),
         (functools.partial(Setting, roster=WaitsForTheDead), {"batches": 3, "kills": 1}),
