@@ -107,8 +107,12 @@ class ShardedSampler(DistributedSampler[int]):
         self._begin = self._loaded = (0, 0)  # samples consumed, batches of each rank: before this iteration
 
     def __iter__(self) -> Iterator[int]:
+        return iter(self.begin_epoch().tolist())
+
+    def begin_epoch(self) -> IntArray:
+        """The indices that an iteration gives, which begins with this call."""
         self._begin, self._loaded = self._loaded, (0, 0)
-        return iter(self._indices_after(self._begin[0]).tolist())
+        return self._indices_after(self._begin[0])
 
     def state_after(
         self, batches: int, batch_size: int, begin: Mapping[str, int] | None = None
