@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -24,7 +25,7 @@ from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import join
 
 DEFAULT_CACHE_NBYTES = 1 << 30
-_MOST_TOGETHER = 32  # row groups whose rows are gathered with one call
+_MOST_SECTIONS = 1 << 16  # of rows, in which row groups are looked up
 _MANY_READS = 64
 _WASTE = 8  # rows read for each that was asked for, from which on that is told
 
@@ -84,6 +85,63 @@ class _Span(SharedBuffer):
         return self.view
 
 
+@dataclass(eq=False)
+class _Part:
+    """Row groups that lie in memory together, since they were read with one call.
+
+    Attributes:
+        rows: The rows of the store that are those of each row group.
+        store: The rows.
+        used: When some were asked for last.
+    """
+
+    rows: dict[int, range]
+    store: RowStore
+    used: int
+
+    def copied(self, groups: list[int]) -> list[Any]:
+        """Copies of some row groups: slices would keep the memory of all."""
+        table = pa.Table.from_batches(self.store.chunks.batches)
+        slices = [table.slice(self.rows[group].start, len(self.rows[group])) for group in groups]
+        return [
+            pa.RecordBatch.from_arrays(
+                [pa.concat_arrays([one]) for one in batch.columns], schema=batch.schema
+            )
+            for batch in pa.concat_tables(slices).combine_chunks().to_batches()
+        ]
+
+
+class _GroupFinder:
+    """Finds the row groups of many rows.
+
+    Rows are divided into sections, no longer than the smallest row group: a section has rows of two row
+    groups at most, and looking it up is quicker than a search.
+
+    Args:
+        starts: The first row of each row group, and the number of rows.
+    """
+
+    def __init__(self, starts: Rows) -> None:
+        self._starts = starts
+        least = int(np.diff(starts).min(initial=starts[-1]))
+        self._shift = least.bit_length() - 1
+        self._first_of: Rows | None = None  # the row group in which each section begins
+        if least and starts[-1] >> self._shift < _MOST_SECTIONS:
+            sections = np.arange((starts[-1] >> self._shift) + 1)
+            self._first_of = self._search(sections << self._shift)
+
+    def __call__(self, rows: Rows) -> Rows:
+        """The number of the row group of each of some rows."""
+        if self._first_of is None:
+            return self._search(rows)
+        found = self._first_of.take(rows >> self._shift)
+        found += rows >= self._starts.take(found + 1)
+        return found
+
+    def _search(self, rows: Rows) -> Rows:
+        return self._starts.searchsorted(rows, "right") - 1
+
+
 class _Window(NamedTuple):
     """Row groups whose rows are gathered with one call."""
 
@@ -110,8 +168,8 @@ class LazyStore(Store):
         self.cache_nbytes = cache_nbytes
         self._groups, self._pickles, self._finder = groups, pickles, ClassFinder(classes)
         self._starts = np.array(groups.starts, np.int64)
-        self._cache: dict[int, RowStore] = {}
-        self._used: dict[int, int] = {}  # when each row group was used last
+        self._group_of = _GroupFinder(self._starts)
+        self._cache: dict[int, _Part] = {}  # by row group
         self._clock = itertools.count()
         self._window: _Window | None = None
         self._share = 0.0  # bytes in memory for each byte of a footer's account, at most so far
@@ -128,20 +186,20 @@ class LazyStore(Store):
     def row(self, index: int) -> Any:
         """One row, by its number; reads its row group."""
         group = bisect_right(self._groups.starts, index) - 1
-        store = self._cache.get(group) or self._stores([group])[group]
+        part = self._cache.get(group) or self._parts_with([group])[0]
         self._rows_given += 1
-        return store.row(index - self._groups.starts[group])
+        return part.store.row(index - self._groups.starts[group] + part.rows[group].start)
 
     def __getitems__(self, indices: Any) -> list[Any]:
         numbers = np.array(row_numbers(indices, len(self)), np.int64)
         found: list[Any] = [None] * len(numbers)
         group_of = self._group_of(numbers)
         for portion in self._portions(np.unique(group_of).tolist()):
-            for group, store in self._stores(portion).items():
-                places = np.flatnonzero(group_of == group)
-                rows = store.__getitems__(numbers[places] - self._starts[group])
-                for place, row in zip(places.tolist(), rows, strict=True):
-                    found[place] = row
+            places = np.flatnonzero(np.isin(group_of, portion))
+            window = self._window_with(portion)
+            rows = window.store.__getitems__(numbers[places] + window.shifts[group_of[places]])
+            for place, row in zip(places.tolist(), rows, strict=True):
+                found[place] = row
         self._rows_given += len(numbers)
         return found
 
@@ -153,14 +211,11 @@ class LazyStore(Store):
         group_of = self._group_of(rows)
         groups = np.flatnonzero(np.bincount(group_of)).tolist()  # far quicker than np.unique
         groups = groups or self._group_of(np.zeros(1, np.int64)).tolist()
-        window = self._window
-        if window is None or not window.known.issuperset(groups):
-            if len(self._portions(groups)) > 1:
-                return join(self.__getitems__(rows), out)
-            window = self._together(groups)
-        self._touch(groups)
+        if len(self._portions(groups)) > 1:
+            return join(self.__getitems__(rows), out)
+        window = self._window_with(groups)
         self._rows_given += len(rows)
-        return window.store.take(rows + window.shifts[group_of], out)
+        return window.store.take(rows + window.shifts.take(group_of), out)
 
     def column(self, name: str | int) -> NoReturn:
         """A lazy store has no columns apart: choose them as it is opened."""
@@ -178,9 +233,6 @@ class LazyStore(Store):
         return StoreDescription(kind, len(self), sum(self._groups.nbytes), 0, fields)
 
     # --- row groups in memory
-
-    def _group_of(self, rows: Rows) -> Rows:
-        return self._starts.searchsorted(rows, "right") - 1
 
     def _portions(self, groups: list[int]) -> list[list[int]]:
         """Row groups in portions that fit in the cache."""
@@ -200,54 +252,77 @@ class LazyStore(Store):
     def _expected_nbytes(self, group: int) -> float:
         return self._groups.nbytes[group] * (self._share or 1)
 
-    def _together(self, groups: list[int]) -> _Window:
-        """A window that has some row groups, which are read if need be, and the latest ones besides."""
-        stores = self._stores(groups)
-        if len(groups) > 1:
-            used = self._used.copy()
-            latest = sorted(used, key=used.__getitem__, reverse=True)[:_MOST_TOGETHER]
-            stores |= {group: store for group in latest if (store := self._cache.get(group)) is not None}
-        chosen = np.array(sorted(stores))
-        parts = [stores[group].chunks for group in chosen.tolist()]
-        sizes, shifts = np.diff(self._starts)[chosen], np.zeros(len(self._groups), np.int64)
-        shifts[chosen] = sizes.cumsum() - sizes - self._starts[chosen]
-        if len(groups) == 1:  # its own store, and no window, so that the cache alone keeps it
-            return _Window(frozenset(groups), shifts, stores[groups[0]])
-        batches = [batch for part in parts for batch in part.batches]
-        store = self._store_of(batches, [source for part in parts for source in part.sources])
-        self._window = window = _Window(frozenset(stores), shifts, store)
+    def _window_with(self, groups: list[int]) -> _Window:
+        """A window that has some row groups, which are read where they are not in the cache."""
+        window, now = self._window, next(self._clock)
+        if window is None or not window.known.issuperset(groups):
+            window = self._window = self._together(self._parts_with(groups))
+        for group in groups:
+            if (part := self._cache.get(group)) is not None:
+                part.used = now
         return window
 
-    def _touch(self, groups: list[int]) -> None:
-        now = next(self._clock)
-        for group in groups:
-            self._used[group] = now
+    def _together(self, parts: list[_Part]) -> _Window:
+        """A window over some parts, and over as many others that were used last, if they are several."""
+        if len(parts) > 1:
+            latest = sorted(set(self._cache.values()), key=lambda part: part.used, reverse=True)
+            parts = list(dict.fromkeys([*parts, *latest[: len(parts)]]))
+        shifts, first = np.zeros(len(self._groups), np.int64), 0
+        for part in parts:
+            for group, rows in part.rows.items():
+                shifts[group] = first + rows.start - self._groups.starts[group]
+            first += len(part.store)
+        known = frozenset(group for part in parts for group in part.rows)
+        if len(parts) == 1:
+            return _Window(known, shifts, parts[0].store)
+        batches = [batch for part in parts for batch in part.store.chunks.batches]
+        sources = [source for part in parts for source in part.store.chunks.sources]
+        return _Window(known, shifts, self._store_of(batches, sources))
 
-    def _stores(self, groups: list[int]) -> dict[int, RowStore]:
-        """The stores of some row groups, which are read where they are not in the cache."""
+    def _parts_with(self, groups: list[int]) -> list[_Part]:
+        """The parts that have some row groups, which are read where they are not in the cache."""
         found = {group: self._cache.get(group) for group in groups}
-        missing = [group for group, store in found.items() if store is None]
+        missing = [group for group, part in found.items() if part is None]
         if missing:
-            self._make_room(sum(map(self._expected_nbytes, missing)), groups)
-            for group, batches in zip(missing, self._groups.read(missing), strict=True):
-                found[group] = self._cache[group] = store = self._store_of(
-                    batches, [self._groups.name(group)] * len(batches)
-                )
-                self._share = max(self._share, store.chunks.nbytes / max(1, self._groups.nbytes[group]))
-                self._rows_read += len(store)
+            found |= self._make_room(sum(map(self._expected_nbytes, missing)), groups)
+            for some, batches in self._groups.read(missing):
+                part = self._keep(some, batches)
+                found |= dict.fromkeys(some, part)
+                footers_nbytes = sum(self._groups.nbytes[group] for group in some)
+                self._share = max(self._share, part.store.nbytes / max(1, footers_nbytes))
+                self._rows_read += len(part.store)
             self._reads += len(missing)
             self._tell_of_waste()
-        self._touch(groups)
-        return found  # type: ignore[return-value]  # none is None any more
+        return list(dict.fromkeys(filter(None, found.values())))
 
-    def _make_room(self, nbytes: float, needed: list[int]) -> None:
-        others = sorted(set(self._cache) - set(needed), key=lambda group: self._used.get(group, 0))
-        kept_nbytes = sum(store.chunks.nbytes for store in list(self._cache.values()))
-        while others and kept_nbytes + nbytes > self.cache_nbytes:
-            self._window = None  # it keeps its row groups
-            dropped = self._cache.pop(group := others.pop(0), None)
-            self._used.pop(group, None)
-            kept_nbytes -= 0 if dropped is None else dropped.chunks.nbytes
+    def _keep(self, groups: list[int], batches: list[Any]) -> _Part:
+        rows, end = {}, 0
+        for group in groups:
+            begin, end = end, end + self._groups.starts[group + 1] - self._groups.starts[group]
+            rows[group] = range(begin, end)
+        store = self._store_of(batches, [self._groups.name(groups)] * len(batches))
+        part = _Part(rows, store, next(self._clock))
+        self._cache |= dict.fromkeys(groups, part)
+        return part
+
+    def _make_room(self, nbytes: float, needed: list[int]) -> dict[int, _Part]:
+        """Drop the parts that were used longest ago; returns copies of the needed row groups in them."""
+        parts = sorted(set(self._cache.values()), key=lambda part: part.used)
+        kept_nbytes = sum(part.store.nbytes for part in parts)
+        copies: dict[int, _Part] = {}
+        for part in parts:
+            still = [group for group in part.rows if group in needed]
+            if kept_nbytes + nbytes <= self.cache_nbytes or len(still) == len(part.rows):
+                continue
+            self._window = None  # it keeps its parts
+            for group in part.rows:
+                self._cache.pop(group, None)
+            kept_nbytes -= part.store.nbytes
+            if still:
+                copy = self._keep(still, part.copied(still))
+                kept_nbytes += copy.store.nbytes
+                copies |= dict.fromkeys(still, copy)
+        return copies
 
     def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)

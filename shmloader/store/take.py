@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -71,6 +72,8 @@ class ColumnGatherer:
             return [] if out is None else out
         if 0 < len(rows) < _ROWS_WORTH_A_CALL:
             return join(list(map(self._read, rows.tolist())), out)
+        if not (rows.flags.c_contiguous and rows.flags.writeable):
+            rows = rows.copy()  # torch takes no array that is read-only, or runs backwards
         sections = rows >> self._shift if self._shift >= 0 else np.searchsorted(self._ends, rows, "right")
         return self._gather(rows, sections, out)
 
@@ -137,13 +140,13 @@ class _Items:
 
     def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
         """Gather rows of these sections: into one array or tensor, or as a list where some are None."""
-        kind, shape = self._kind, (len(rows), *self._shape)
-        missing = np.empty(0, np.int64)
+        kind, shape, missing = self._kind, (len(rows), *self._shape), []
         if self._valid is not None:
-            missing = np.flatnonzero(~self._valid.gather(rows, sections, np.empty(len(rows), np.bool_)))
-        is_array = self._block.stacks and not len(missing)
+            is_there = self._valid.gather(rows, sections, np.empty(len(rows), np.bool_))
+            missing = np.flatnonzero(~is_there).tolist()
+        is_array = self._block.stacks and not missing
         if out is not None and not is_array:
-            raise _misfit([None] if len(missing) else [[...]])
+            raise _misfit([None] if missing else [[...]])
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
         self._items.gather(rows, sections, target)
         if out is not None:
@@ -152,7 +155,7 @@ class _Items:
         if is_array:
             return gathered
         found = self._block.rows(gathered)
-        for row in missing.tolist():
+        for row in missing:
             found[row] = None
         return found
 
@@ -246,6 +249,8 @@ class _Piece:
         self.items = torch.from_numpy(items)
         # Of one word each, which NumPy gathers more quickly than torch, if it need not align them first.
         self._words = items if inner == 1 and items.flags.c_contiguous and items.flags.aligned else None
+        if self._words is not None and first.ndim == 1:
+            self._words = self._words.view(self.dtype)
         self._step = stride // unit
         bases = np.zeros(len(starts) - 1, np.int64)
         for chunk, address in addresses.items():
@@ -258,14 +263,16 @@ class _Piece:
         is_direct = target.dtype == self.dtype and target.flags.c_contiguous
         array = target if is_direct else np.empty(target.shape, self.dtype)
         if len(rows):
-            if self.is_plain:
-                places = rows.copy()  # torch takes no array that is read-only, or runs backwards
-            else:
+            places = rows
+            if not self.is_plain:
                 places = self._bases.take(sections, mode="clip")  # which is the quickest way
                 places += rows * self._step if self._step > 1 else rows
-            if self._words is not None and array.flags.aligned:
-                out: Array = np.ndarray(len(rows), self._words.dtype, array)
-                self._words.take(places, out=out, mode="clip")  # else it would use a buffer
+            words = self._words
+            if words is not None and array.flags.aligned:
+                out: Array = (
+                    array if words.dtype == array.dtype else np.ndarray(len(rows), words.dtype, array)
+                )
+                words.take(places, out=out, mode="clip")  # else it would use a buffer
             else:
                 octets: Array = np.ndarray((len(rows), array.nbytes // len(rows)), np.uint8, array)
                 self.select(torch.from_numpy(places), torch.from_numpy(octets))
@@ -393,10 +400,16 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
     Raises:
         TypeError: If rows cannot be gathered into it.
     """
-    if type(out) is torch.Tensor and out.dtype is kind.torch_dtype and out.shape == shape:
-        if out.is_cpu and out.layout is torch.strided and out.is_contiguous():
-            return array_of_tensor(out.detach(), kind.dtype)
-    elif isinstance(out, torch.Tensor):
+    if isinstance(out, torch.Tensor):
+        if type(out) is torch.Tensor:
+            try:
+                array: Array = out.numpy()
+            except (RuntimeError, TypeError):  # it requires a gradient, say, or NumPy lacks its dtype
+                out = out.detach()
+            else:
+                fits = array.dtype == kind.dtype and kind.torch_dtype in (None, out.dtype)
+                if fits and array.shape == shape and array.flags.c_contiguous:
+                    return array
         found = kind_of_tensor(out)
         fits = found is not None and out.is_contiguous() and found.dtype == kind.dtype
         fits = fits and kind.torch_dtype in (None, out.dtype)
