@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
 from shmloader.errors import warn
 from shmloader.file_systems import FileSystem
-from shmloader.store.base import Rows, Store, row_array, row_numbers
+from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import types_in
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.files import FilePath, check_files, check_names, paths_of
+from shmloader.store.ranges import RangeFinder, Rows
 from shmloader.store.row_groups import RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import join
 
 DEFAULT_CACHE_NBYTES = 1 << 30
-_MOST_SECTIONS = 1 << 16  # of rows, in which row groups are looked up
 _MANY_READS = 64
 _WASTE = 8  # rows read for each that was asked for, from which on that is told
 
@@ -85,68 +84,16 @@ class _Span(SharedBuffer):
         return self.view
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Part:
-    """Row groups that lie in memory together, since they were read with one call.
+    """Row groups that lie in memory together: they were read with one call, or are gathered from with one.
 
     Attributes:
-        rows: The rows of the store that are those of each row group.
+        shifts: From a row's number in the files to that in the store, by row group.
         store: The rows.
-        used: When some were asked for last.
     """
 
-    rows: dict[int, range]
-    store: RowStore
-    used: int
-
-    def copied(self, groups: list[int]) -> list[Any]:
-        """Copies of some row groups: slices would keep the memory of all."""
-        table = pa.Table.from_batches(self.store.chunks.batches)
-        slices = [table.slice(self.rows[group].start, len(self.rows[group])) for group in groups]
-        return [
-            pa.RecordBatch.from_arrays(
-                [pa.concat_arrays([one]) for one in batch.columns], schema=batch.schema
-            )
-            for batch in pa.concat_tables(slices).combine_chunks().to_batches()
-        ]
-
-
-class _GroupFinder:
-    """Finds the row groups of many rows.
-
-    Rows are divided into sections, no longer than the smallest row group: a section has rows of two row
-    groups at most, and looking it up is quicker than a search.
-
-    Args:
-        starts: The first row of each row group, and the number of rows.
-    """
-
-    def __init__(self, starts: Rows) -> None:
-        self._starts = starts
-        least = int(np.diff(starts).min(initial=starts[-1]))
-        self._shift = least.bit_length() - 1
-        self._first_of: Rows | None = None  # the row group in which each section begins
-        if least and starts[-1] >> self._shift < _MOST_SECTIONS:
-            sections = np.arange((starts[-1] >> self._shift) + 1)
-            self._first_of = self._search(sections << self._shift)
-
-    def __call__(self, rows: Rows) -> Rows:
-        """The number of the row group of each of some rows."""
-        if self._first_of is None:
-            return self._search(rows)
-        found = self._first_of.take(rows >> self._shift)
-        found += rows >= self._starts.take(found + 1)
-        return found
-
-    def _search(self, rows: Rows) -> Rows:
-        return self._starts.searchsorted(rows, "right") - 1
-
-
-class _Window(NamedTuple):
-    """Row groups whose rows are gathered with one call."""
-
-    known: frozenset[int]  # numbers of the row groups
-    shifts: Rows  # from a row's number in the files to that in the store, for each row group of all
+    shifts: dict[int, int]
     store: RowStore
 
 
@@ -167,11 +114,9 @@ class LazyStore(Store):
         self.blocks = self.blocks[self.blocks < groups.starts[-1]]
         self.cache_nbytes = cache_nbytes
         self._groups, self._pickles, self._finder = groups, pickles, ClassFinder(classes)
-        self._starts = np.array(groups.starts, np.int64)
-        self._group_of = _GroupFinder(self._starts)
-        self._cache: dict[int, _Part] = {}  # by row group
-        self._clock = itertools.count()
-        self._window: _Window | None = None
+        self._group_of = RangeFinder(groups.starts)
+        self._cache: dict[int, _Part] = {}  # by row group, in the order of their last uses
+        self._window: _Part | None = None  # that was gathered from last
         self._share = 0.0  # bytes in memory for each byte of a footer's account, at most so far
         self._reads, self._rows_read, self._rows_given = 0, 0, 0
         self._has_told = False
@@ -188,7 +133,7 @@ class LazyStore(Store):
         group = bisect_right(self._groups.starts, index) - 1
         part = self._cache.get(group) or self._parts_with([group])[0]
         self._rows_given += 1
-        return part.store.row(index - self._groups.starts[group] + part.rows[group].start)
+        return part.store.row(index + part.shifts[group])
 
     def __getitems__(self, indices: Any) -> list[Any]:
         numbers = np.array(row_numbers(indices, len(self)), np.int64)
@@ -196,9 +141,8 @@ class LazyStore(Store):
         group_of = self._group_of(numbers)
         for portion in self._portions(np.unique(group_of).tolist()):
             places = np.flatnonzero(np.isin(group_of, portion))
-            window = self._window_with(portion)
-            rows = window.store.__getitems__(numbers[places] + window.shifts[group_of[places]])
-            for place, row in zip(places.tolist(), rows, strict=True):
+            store, rows = self._window_with(portion, numbers[places], group_of[places])
+            for place, row in zip(places.tolist(), store.__getitems__(rows), strict=True):
                 found[place] = row
         self._rows_given += len(numbers)
         return found
@@ -213,9 +157,9 @@ class LazyStore(Store):
         groups = groups or self._group_of(np.zeros(1, np.int64)).tolist()
         if len(self._portions(groups)) > 1:
             return join(self.__getitems__(rows), out)
-        window = self._window_with(groups)
         self._rows_given += len(rows)
-        return window.store.take(rows + window.shifts.take(group_of), out)
+        store, rows = self._window_with(groups, rows, group_of)
+        return store.take(rows, out)
 
     def column(self, name: str | int) -> NoReturn:
         """A lazy store has no columns apart: choose them as it is opened."""
@@ -252,32 +196,31 @@ class LazyStore(Store):
     def _expected_nbytes(self, group: int) -> float:
         return self._groups.nbytes[group] * (self._share or 1)
 
-    def _window_with(self, groups: list[int]) -> _Window:
-        """A window that has some row groups, which are read where they are not in the cache."""
-        window, now = self._window, next(self._clock)
-        if window is None or not window.known.issuperset(groups):
+    def _window_with(self, groups: list[int], rows: Rows, group_of: Rows) -> tuple[RowStore, Rows]:
+        """A store that has some row groups, and the numbers there of some rows of them."""
+        window = self._window
+        if window is None or not window.shifts.keys() >= set(groups):
             window = self._window = self._together(self._parts_with(groups))
         for group in groups:
-            if (part := self._cache.get(group)) is not None:
-                part.used = now
-        return window
+            if (part := self._cache.pop(group, None)) is not None:
+                self._cache[group] = part
+        shifts = np.zeros(groups[-1] + 1, np.int64)
+        shifts[groups] = [window.shifts[group] for group in groups]
+        return window.store, rows + shifts.take(group_of)
 
-    def _together(self, parts: list[_Part]) -> _Window:
-        """A window over some parts, and over as many others that were used last, if they are several."""
-        if len(parts) > 1:
-            latest = sorted(set(self._cache.values()), key=lambda part: part.used, reverse=True)
-            parts = list(dict.fromkeys([*parts, *latest[: len(parts)]]))
-        shifts, first = np.zeros(len(self._groups), np.int64), 0
-        for part in parts:
-            for group, rows in part.rows.items():
-                shifts[group] = first + rows.start - self._groups.starts[group]
-            first += len(part.store)
-        known = frozenset(group for part in parts for group in part.rows)
+    def _together(self, parts: list[_Part]) -> _Part:
+        """One part of some, and of as many others that were used last if they are several."""
         if len(parts) == 1:
-            return _Window(known, shifts, parts[0].store)
-        batches = [batch for part in parts for batch in part.store.chunks.batches]
-        sources = [source for part in parts for source in part.store.chunks.sources]
-        return _Window(known, shifts, self._store_of(batches, sources))
+            return parts[0]
+        shifts: dict[int, int] = {}
+        batches: list[Any] = []
+        sources: list[str] = []
+        for part in dict.fromkeys([*parts, *self._latest_parts()[: len(parts)]]):
+            begin = sum(map(len, batches))
+            shifts |= {group: begin + shift for group, shift in part.shifts.items()}
+            batches += part.store.chunks.batches
+            sources += part.store.chunks.sources
+        return _Part(shifts, self._store_of(batches, sources))
 
     def _parts_with(self, groups: list[int]) -> list[_Part]:
         """The parts that have some row groups, which are read where they are not in the cache."""
@@ -296,33 +239,52 @@ class LazyStore(Store):
         return list(dict.fromkeys(filter(None, found.values())))
 
     def _keep(self, groups: list[int], batches: list[Any]) -> _Part:
-        rows, end = {}, 0
-        for group in groups:
-            begin, end = end, end + self._groups.starts[group + 1] - self._groups.starts[group]
-            rows[group] = range(begin, end)
         store = self._store_of(batches, [self._groups.name(groups)] * len(batches))
-        part = _Part(rows, store, next(self._clock))
-        self._cache |= dict.fromkeys(groups, part)
+        part, begin = _Part({}, store), 0
+        for group in groups:
+            rows = self._groups.rows(group)
+            part.shifts[group] = begin - rows.start
+            begin += len(rows)
+            self._cache[group] = part
         return part
 
     def _make_room(self, nbytes: float, needed: list[int]) -> dict[int, _Part]:
         """Drop the parts that were used longest ago; returns copies of the needed row groups in them."""
-        parts = sorted(set(self._cache.values()), key=lambda part: part.used)
-        kept_nbytes = sum(part.store.nbytes for part in parts)
+        parts = self._latest_parts()
+        nbytes += sum(part.store.nbytes for part in parts)
         copies: dict[int, _Part] = {}
-        for part in parts:
-            still = [group for group in part.rows if group in needed]
-            if kept_nbytes + nbytes <= self.cache_nbytes or len(still) == len(part.rows):
+        for part in reversed(parts):
+            still = [group for group in part.shifts if group in needed]
+            if nbytes <= self.cache_nbytes or len(still) == len(part.shifts):
                 continue
             self._window = None  # it keeps its parts
-            for group in part.rows:
+            for group in part.shifts:
                 self._cache.pop(group, None)
-            kept_nbytes -= part.store.nbytes
+            nbytes -= part.store.nbytes
             if still:
-                copy = self._keep(still, part.copied(still))
-                kept_nbytes += copy.store.nbytes
+                copy = self._keep(still, self._copied(part, still))
+                nbytes += copy.store.nbytes
                 copies |= dict.fromkeys(still, copy)
         return copies
+
+    def _copied(self, part: _Part, groups: list[int]) -> list[Any]:
+        """Copies of some row groups of a part: slices would keep the memory of all."""
+        table = pa.Table.from_batches(part.store.chunks.batches)
+        rows = map(self._groups.rows, groups)
+        slices = [
+            table.slice(one.start + part.shifts[group], len(one))
+            for group, one in zip(groups, rows, strict=True)
+        ]
+        return [
+            pa.RecordBatch.from_arrays(
+                [pa.concat_arrays([column]) for column in batch.columns], schema=batch.schema
+            )
+            for batch in pa.concat_tables(slices).combine_chunks().to_batches()
+        ]
+
+    def _latest_parts(self) -> list[_Part]:
+        """The parts in the cache; those that were used last come first."""
+        return list(dict.fromkeys(reversed(list(self._cache.values()))))
 
     def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)

@@ -97,6 +97,10 @@ class RowGroups:
     def __len__(self) -> int:
         return len(self.nbytes)
 
+    def rows(self, group: int) -> range:
+        """The rows of a row group."""
+        return range(self.starts[group], self.starts[group + 1])
+
     def name(self, groups: Sequence[int]) -> str:
         """The file that some row groups are in, and their numbers there."""
         file = self._file_of(groups[0])
@@ -155,7 +159,7 @@ class RowGroups:
             parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
             numbers = [group - self._firsts[file] for group in groups]
             table = parquet.read_row_groups(numbers, columns=chosen, use_threads=False)
-            rows = sum(self.starts[group + 1] - self.starts[group] for group in groups)
+            rows = sum(len(self.rows(group)) for group in groups)
             if len(table) != rows:
                 raise ValueError(f"it has {len(table):,} rows, and {rows:,} by the footer")
             batches: list[Any] = table.to_batches()
