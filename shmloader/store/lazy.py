@@ -279,7 +279,7 @@ class LazyStore(Store):
             pa.RecordBatch.from_arrays(
                 [pa.concat_arrays([column]) for column in batch.columns], schema=batch.schema
             )
-            for batch in pa.concat_tables(slices).combine_chunks().to_batches()
+            for batch in pa.concat_tables(slices).to_batches()
         ]
 
     def _latest_parts(self) -> list[_Part]:

@@ -21,9 +21,8 @@ from shmloader.errors import LoaderError
 from shmloader.file_systems import FileSystem, file_system_of
 from shmloader.memory.limits import cores
 from shmloader.store.columns.records import Keys
-from shmloader.store.files import checked_rows, files_of
+from shmloader.store.files import checked_rows, files_of, naming
 from shmloader.store.handles import Fingerprint
-from shmloader.store.rows import DAMAGES
 from shmloader.store.tables import PARQUET
 
 _MOST_AT_ONCE = 8  # parts, or footers, that are read at the same time
@@ -139,37 +138,33 @@ class RowGroups:
         return bisect_right(self._firsts, group) - 1
 
     def _batches(self, groups: list[int]) -> list[Any]:
+        file = self._file_of(groups[0])
+        chosen = None if self._columns is None else [*self._columns, Keys.NAME]
         try:
-            with self._naming(self.name(groups)):
-                return self._decoded(groups)
+            with self._open(file, self.name(groups)) as source:
+                if file not in self._footers:
+                    if len(self._footers) >= _MOST_FOOTERS:
+                        self._footers = {}
+                    self._footers[file] = pq.ParquetFile(source).metadata
+                # Buffered before: all columns in a few large requests at the same time.
+                parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
+                numbers = [group - self._firsts[file] for group in groups]
+                table = parquet.read_row_groups(numbers, columns=chosen, use_threads=False)
+                rows = sum(len(self.rows(group)) for group in groups)
+                if len(table) != rows:
+                    raise ValueError(f"it has {len(table):,} rows, and {rows:,} by the footer")
+                batches: list[Any] = table.to_batches()
+                for batch in batches:
+                    batch.validate(full=True)
         except (ValueError, OSError):
             for group in groups if len(groups) > 1 else ():
                 self._batches([group])  # the damaged one raises an error that names it
             raise
-
-    def _decoded(self, groups: list[int]) -> list[Any]:
-        file = self._file_of(groups[0])
-        with self._open(file) as source:
-            if file not in self._footers:
-                if len(self._footers) >= _MOST_FOOTERS:
-                    self._footers = {}
-                self._footers[file] = pq.ParquetFile(source).metadata
-            chosen = None if self._columns is None else [*self._columns, Keys.NAME]
-            # Buffered before: all columns in a few large requests at the same time.
-            parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
-            numbers = [group - self._firsts[file] for group in groups]
-            table = parquet.read_row_groups(numbers, columns=chosen, use_threads=False)
-            rows = sum(len(self.rows(group)) for group in groups)
-            if len(table) != rows:
-                raise ValueError(f"it has {len(table):,} rows, and {rows:,} by the footer")
-            batches: list[Any] = table.to_batches()
-            for batch in batches:
-                batch.validate(full=True)
         return batches
 
     def _looked_at(self, file: int) -> tuple[Any, list[tuple[int, int]]]:
         """The schema of a file, and rows and bytes of its row groups."""
-        with self._naming(self._paths[file]), self._open(file) as source:
+        with self._open(file, self._paths[file]) as source:
             parquet = pq.ParquetFile(source)
             footer = parquet.metadata
             if len(self._footers) < _MOST_FOOTERS:
@@ -181,10 +176,14 @@ class RowGroups:
             return parquet.schema_arrow, found
 
     @contextlib.contextmanager
-    def _open(self, file: int) -> Iterator[Any]:
-        path = self._paths[file]
-        with self._filesystem.opened.open_input_file(path) as source:
-            now = Fingerprint.of(path) if self._filesystem.is_local else Fingerprint(source.size(), 0, 0)
+    def _open(self, file: int, name: str) -> Iterator[Any]:
+        """A file that is open meanwhile; errors name it, or what is read of it."""
+        path, is_local = self._paths[file], self._filesystem.is_local
+        with (
+            naming(name, is_remote=not is_local),
+            self._filesystem.opened.open_input_file(path) as source,
+        ):
+            now = Fingerprint.of(path) if is_local else Fingerprint(source.size(), 0, 0)
             known = self._identities.setdefault(file, now)
             if known != now:
                 raise LoaderError(
@@ -192,21 +191,6 @@ class RowGroups:
                     f"{now.nbytes:,}, of inode {now.inode}, written at {now.mtime_ns} ns. Open it anew"
                 )
             yield source
-
-    @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Make errors of reading name the file and the row group."""
-        try:
-            yield
-        except DAMAGES as error:
-            if isinstance(error, LoaderError) or (isinstance(error, OSError) and error.errno is not None):
-                raise
-            # Arrow raises OSError for what a server refuses, and for damaged data, too.
-            kind = OSError if isinstance(error, OSError) and not self._filesystem.is_local else ValueError
-            raise kind(
-                f"{name}: it cannot be read, so the file is damaged, is no Parquet, or one that pyarrow "
-                f"{pa.__version__} cannot read: {type(error).__name__}: {error!s:.500}"
-            ) from error
 
 
 def _at_once(function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:
