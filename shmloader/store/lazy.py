@@ -284,7 +284,7 @@ class LazyStore(Store):
 
     def _latest_parts(self) -> list[_Part]:
         """The parts in the cache; those that were used last come first."""
-        return list(dict.fromkeys(reversed(list(self._cache.values()))))
+        return list(dict.fromkeys(reversed(self._cache.copy().values())))  # of threads one may change it
 
     def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)
