@@ -1,4 +1,4 @@
-"""Index batches of torch's commonest samplers as arrays: the same numbers, without a Python int for each.
+"""Index batches of the commonest samplers as arrays: the same numbers, without a Python int for each.
 
 A permutation as a list takes 36 bytes per sample of the dataset in the main process, and each index some ten
 nanoseconds on its way through two generators. As an array it takes 8 bytes, and a batch is a slice of it.
@@ -24,8 +24,10 @@ from torch.utils.data import (
 )
 
 from shmloader.errors import warn_once
+from shmloader.indices.block_sampler import BlockSampler
 from shmloader.indices.packed_indices import LEAST_PACKED, IntArray, PackedInts, Run, int_array
 from shmloader.indices.samplers import draw_seed
+from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.torch_private import unavailable
 
 Order = np.ndarray[Any, np.dtype[np.int32 | np.int64]]
@@ -40,7 +42,7 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     beginning takes no longer than skipping few.
 
     Returns:
-        None if this is not exactly torch's `BatchSampler` over one of the samplers in `_CHUNKS`, if its
+        None if this is not exactly torch's `BatchSampler` over one of the samplers of `_chunks_of`, if its
         batches are small and none is to be skipped, or if the program or torch has changed these classes.
         None also for skipping batches of samplers that draw from the global generator itself, which is as it
         was in the state only now, or that are not torch's.
@@ -60,7 +62,7 @@ def index_arrays(index_sampler: Any, skip: int = 0) -> Iterator[PackedInts] | No
     own = [(base.__dict__["__iter__"], base) for base in kind.__mro__ if "__iter__" in base.__dict__]
     if not all(is_by_torch(*each) for each in [(BatchSampler.__iter__, BatchSampler), *own]):
         return None
-    if (why := why_unlike_torchs(kind)) is None:
+    if kind in _OWN or (why := why_unlike_torchs(kind)) is None:
         return _batches(index_sampler, skip)
     text = unavailable("drawing index batches as arrays", why)
     warn_once(f"{text} Index batches are the same, but take 36 bytes for each sample of the dataset.")
@@ -229,6 +231,10 @@ def _seeded(sampler: Any, nbatch: int) -> Iterator[IntArray]:
     sampler.set_epoch(sampler.epoch + 1)
 
 
+def _sharded(sampler: ShardedSampler, nbatch: int) -> Iterator[IntArray]:
+    return _pieces(sampler.begin_epoch(), nbatch)
+
+
 def _unrepeated(sampler: Any, nbatch: int) -> Iterator[IntArray]:
     """Draw as Lightning's ``UnrepeatedDistributedSampler.__iter__``, which does without the seed."""
     return _share(sampler, nbatch, sampler.epoch)
@@ -266,8 +272,12 @@ _CHUNKS: dict[tuple[str, str], Callable[[Any, int], Iterator[IntArray]]] = {
 }
 """Classes by module and name, with functions that give what their iterators give, in arrays."""
 
+_OWN = (ShardedSampler, BlockSampler)  # whose iterators give these arrays' numbers
+
 
 def _chunks_of(kind: type) -> Callable[[Any, int], Iterator[IntArray]] | None:
+    if kind in _OWN:
+        return _sharded
     place = kind.__module__, kind.__name__
     is_it = place in _CHUNKS and getattr(sys.modules.get(place[0]), place[1], None) is kind
     return _CHUNKS[place] if is_it else None

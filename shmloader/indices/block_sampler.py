@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from shmloader.indices.packed_indices import IntArray
 from shmloader.indices.sharded_sampler import ShardedSampler, Uneven, check_runs
@@ -94,24 +93,19 @@ class BlockSampler(ShardedSampler):
         """The order of an epoch; see `ShardedSampler.epoch_order`."""
         self._begun, self._continued = self._continued or self._own, None
         _, lanes, run_length = self._begun
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + self.epoch)
-
-        def shuffled(numbers: IntArray) -> IntArray:
-            if not self.shuffle:
-                return numbers
-            drawn: IntArray = torch.randperm(len(numbers), generator=generator, device="cpu").numpy()
-            return numbers[drawn]
-
-        blocks = shuffled(np.arange(len(self._starts) - 1))
+        # NumPy's, in place: torch's permutation waits for threads that find no core free beside the workers.
+        random = np.random.default_rng((self.seed + self.epoch) % (1 << 64))
+        blocks = np.arange(len(self._starts) - 1)
+        if self.shuffle:
+            random.shuffle(blocks)
         sizes = np.diff(self._starts)[blocks]
         ends = sizes.cumsum()
         # Sample n of the blocks in their order is this much further on in the dataset.
         order = np.arange(len(self.dataset), dtype=np.int64)  # type: ignore[arg-type]
         order += np.repeat(self._starts[blocks] - (ends - sizes), sizes)
         per_lane = len(order) // (lanes * run_length) * run_length
-        for begin, end in self._windows(ends, per_lane):
-            order[begin:end] = shuffled(order[begin:end])
+        for begin, end in self._windows(ends, per_lane) if self.shuffle else ():
+            random.shuffle(order[begin:end])
         whole = lanes * per_lane
         order[:whole] = order[:whole].reshape(lanes, -1, run_length).swapaxes(0, 1).ravel()
         return order

@@ -14,7 +14,7 @@ from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_order import FloatArray, MixtureOrder, Segment
 from shmloader.indices.mixture_weights import Lengths, Schedule, SourceWeights, Weights
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_even, check_runs, check_word, ranks_of
+from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_runs, check_word, own_share, ranks_of
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
@@ -215,14 +215,10 @@ class MixtureSampler(DistributedSampler[int]):
 
     def _own_draws(self, epoch: int, consumed: int) -> int | None:
         """Draws of this rank in an epoch, after samples that all ranks have consumed."""
-        draws, ranks = self._draws_in(epoch), self.num_replicas
-        if draws is None:
+        if (draws := self._draws_in(epoch)) is None:
             return None
         left = max(draws - consumed // self.run_length, 0)
-        check_even(left, ranks, self.uneven, "draws")
-        if self.uneven == "exact":
-            return len(range(self.rank, left, ranks))
-        return left // ranks + (self.uneven == "pad" and left % ranks > 0)
+        return own_share(left, self.num_replicas, self.rank, self.uneven, "draws")
 
     def __len__(self) -> int:
         """Number of samples of this rank in the present epoch; after a loaded state, those that are left.
@@ -285,12 +281,7 @@ class MixtureSampler(DistributedSampler[int]):
     def state_after(
         self, batches: int, batch_size: int, begin: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state after a number of batches of an epoch.
-
-        Args:
-            batches: Batches that each rank has had, those before a resumed state included.
-            batch_size: Samples in each of them since then.
-            begin: The state that the epoch began with, if another one may have begun since.
+        """The state after a number of batches of an epoch; see `ShardedSampler.state_after`.
 
         Raises:
             ResumeError: If the batch size is no multiple of ``run_length``.
@@ -312,12 +303,9 @@ class MixtureSampler(DistributedSampler[int]):
         return {"consumed": consumed, "batches": batches, "changes": changes, "next": self._next}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next iteration continue in its epoch from a state of any rank, of any number of ranks.
+        """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`.
 
         Changes of the weights that the program has set for later places stay.
-
-        Args:
-            state_dict: As `state_after` has returned it.
 
         Raises:
             ValueError: If the state has weights of other sources.

@@ -31,13 +31,16 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return ranks, now
 
 
-def check_even(left: int, ranks: int, uneven: Uneven, things: str) -> None:
-    """Refuse what cannot be divided equally among the ranks, with ``uneven="error"``."""
+def own_share(left: int, ranks: int, rank: int, uneven: Uneven, things: str) -> int:
+    """How many of some things are a rank's; ValueError for an unequal number, with ``uneven="error"``."""
     if uneven == "error" and left % ranks:
         raise ValueError(
             f"{left:,} {things} cannot be divided equally among {ranks} ranks, and uneven='error': change "
             "the number of ranks, or pass uneven='pad', 'drop' or 'exact'"
         )
+    if uneven == "exact":
+        return len(range(rank, left, ranks))
+    return left // ranks + (uneven == "pad" and left % ranks > 0)
 
 
 def check_word(name: str, word: str, words: Iterable[str]) -> None:
@@ -105,15 +108,18 @@ class ShardedSampler(DistributedSampler[int]):
         if drop_last and self.uneven != "drop":
             raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")
+        self.num_samples = self._own_share(len(dataset))
         if self.uneven == "exact":
             self.total_size = len(dataset)
-            self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
-        check_even(len(dataset), self.num_replicas, self.uneven, "samples")
         self._begin = self._loaded = (0, 0)  # samples consumed, batches of each rank: before this iteration
 
     def __iter__(self) -> Iterator[int]:
+        return iter(self.begin_epoch().tolist())
+
+    def begin_epoch(self) -> IntArray:
+        """The indices that an iteration gives, which begins with this call."""
         self._begin, self._loaded = self._loaded, (0, 0)
-        return iter(self._indices_after(self._begin[0]).tolist())
+        return self._indices_after(self._begin[0])
 
     def state_after(
         self, batches: int, batch_size: int, begin: Mapping[str, int] | None = None
@@ -151,12 +157,15 @@ class ShardedSampler(DistributedSampler[int]):
     def _indices_after(self, consumed: int) -> IntArray:
         order, ranks = self.epoch_order(), self.num_replicas
         rest = order[consumed:]
-        check_even(len(rest), ranks, self.uneven, "samples")
+        self._own_share(len(rest))
         if self.run_length > 1:  # whole runs go round the ranks, and single samples of what is left
             whole = len(rest) - len(rest) % (ranks * self.run_length)
             runs, rest = rest[:whole].reshape(-1, ranks, self.run_length), rest[whole:]
             return np.concatenate([runs[:, self.rank].ravel(), self._share(rest, order)])
         return self._share(rest, order)
+
+    def _own_share(self, left: int) -> int:
+        return own_share(left, self.num_replicas, self.rank, self.uneven, "samples")
 
     def _share(self, rest: IntArray, order: IntArray) -> IntArray:
         """This rank's samples of the rest of an order."""

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_even, check_word, ranks_of
+from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_word, own_share, ranks_of
 
 Layout = Literal["padded", "packed"]
 
@@ -113,26 +113,19 @@ class TokenBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         self._begin, self._loaded = self._loaded, (0, 0)
         plan, begin = self.plan(), self._begin[0]
-        total = len(plan.ends)
-        check_even(total - begin, self.num_replicas, self.uneven, "batches")
         for number in range(self._batches_after(begin)):
-            yield plan.batch((begin + number * self.num_replicas + self.rank) % total)
+            yield plan.batch((begin + number * self.num_replicas + self.rank) % len(plan.ends))
 
     def _batches_after(self, consumed: int) -> int:
         left = len(self.plan().ends) - consumed
-        if self.uneven == "exact":
-            return len(range(self.rank, left, self.num_replicas))
-        return left // self.num_replicas + (self.uneven == "pad" and left % self.num_replicas > 0)
+        return own_share(left, self.num_replicas, self.rank, self.uneven, "batches")
 
     def state_after(
         self, batches: int, batch_size: int | None = None, begin: Mapping[str, int] | None = None
     ) -> dict[str, int]:
-        """The state after a number of batches of an epoch, in constant time.
+        """The state after a number of batches of an epoch; see `ShardedSampler.state_after`.
 
-        Args:
-            batches: Batches that each rank has had, those before a resumed state included.
-            batch_size: Not used; a `ShardedSampler` needs it.
-            begin: The state that the epoch began with, if another one may have begun since.
+        In each step all ranks together consume as many batches as there are ranks: their size is not used.
         """
         begun = self._begin if begin is None else (begin["consumed"], begin["batches"])
         consumed, before = begun if batches >= begun[1] else (0, 0)
@@ -142,11 +135,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return {"consumed": consumed, "batches": batches}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Make the next iteration continue in its epoch from a state of any rank, of any number of ranks.
-
-        Args:
-            state_dict: As `state_after` has returned it.
-        """
+        """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`."""
         self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
 
     def _make_plan(self) -> Plan:

@@ -37,7 +37,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
     source = _with_generator(index_sampler, loaded)
     if (sharded := samplers.sharded_sampler(index_sampler)) is not None:
         load_place(sharded, loaded)
-        return iter(source)
+        return index_arrays(source) or iter(source)
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
     if iterator is None:

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.slot_allocator import current_allocator
+from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
 from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
@@ -21,52 +21,85 @@ _SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
 
+_Form = Any
+"""The outputs that rows fit in: shape and dtype of one, or a dict of forms. None if a row fits in none; False
+if rows have differed, in their shapes for example."""
+
+
 class StoreRows:
-    """Rows of a store of any kind, by its ``take``; see `Source`."""
+    """Rows of a store of any kind, by its ``take``; see `Source`.
+
+    A row shows what outputs have to be like, and is asked for again only when rows do not fit in them.
+    """
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._fields: list[StoreRows] | None = None
+        self._kind: Any = None  # of the row that was looked at
+        self._form: _Form = None
+        self._fields: list[StoreRows] = []  # of tuples of one class and length
 
     def gather(self, rows: Rows) -> Any:
         """The batch of these rows; its leaves are in the slot if there is one."""
-        store = self._store
-        rows = within(rows, len(store))
-        sample = store.row(int(rows[0]))
-        if isinstance(sample, tuple) and hasattr(store, "tuple_length"):
-            fields = self._all_fields()
-            if fields:
-                return _as_record(type(sample), [field.gather(rows) for field in fields])
-        # `take` refuses rows that the outputs cannot hold, by a TypeError. Without a slot
-        # there are none: tensors that it has written to cannot be resized.
-        outs = None if current_allocator() is None else _outputs_like(sample, len(rows))
-        if outs is not None:
+        rows = within(rows, len(self._store))
+        if self._kind is None:
+            self._look_at(rows)
+        if self._fields:
+            return _as_record(self._kind, [field.gather(rows) for field in self._fields])
+        # Without a slot there are no outputs: tensors that a store has written to cannot be resized.
+        allocator = current_allocator()
+        taken = None if allocator is None else self._taken_to(allocator, rows)
+        return _join_taken(self._store.take(rows) if taken is None else taken)
+
+    def _taken_to(self, allocator: SlotAllocator, rows: Rows) -> Any:
+        """What the store has gathered into outputs in the slot; None if rows do not fit in any."""
+        begin, form = allocator.cursor, None
+        while form != self._form and (outs := _outputs(self._form, len(rows))) is not None:
             try:
-                return _join_taken(store.take(rows, outs))
+                return self._store.take(rows, outs)
             except TypeError:
-                pass
-        return _join_taken(store.take(rows))
+                allocator.go_back(begin)
+                form = self._form
+                self._look_at(rows)
+        return None
 
-    def _all_fields(self) -> list[StoreRows]:
-        """A source for each field, of a row store of tuples; none if they differ in class or length."""
-        if self._fields is None:
+    def _look_at(self, rows: Rows) -> None:
+        """Learn from the first of some rows."""
+        sample = self._store.row(int(rows[0]))
+        if isinstance(sample, tuple) and hasattr(self._store, "tuple_length"):
             self._fields = [StoreRows(self._store.column(n)) for n in range(self._store.tuple_length())]
-        return self._fields
+        self._kind, self._form = type(sample), _common(self._form, _form_of(sample))
 
 
-def _outputs_like(sample: Any, count: int) -> Any:
-    """Outputs for rows like this one: a tensor, a dict of the fields that can be output, or None."""
+def _form_of(sample: Any) -> _Form:
     kind = type(sample)
     if kind is dict:
-        outs = {name: _outputs_like(value, count) for name, value in sample.items()}
-        return {name: out for name, out in outs.items() if out is not None} or None
+        return {name: _form_of(value) for name, value in sample.items()}
     if kind in _SCALARS:
-        return make_output(count, (), _SCALARS[kind])
+        return (), _SCALARS[kind]
     if kind is torch.Tensor and sample.dtype in CODE_OF_TORCH_DTYPE:
-        return make_output(count, sample.shape, sample.dtype)
+        return tuple(sample.shape), sample.dtype
     if kind is np.ndarray and sample.dtype in CODE_OF_NUMPY_DTYPE and sample.flags.c_contiguous:
-        return make_output(count, sample.shape, DTYPES[CODE_OF_NUMPY_DTYPE[sample.dtype]].torch_dtype)
+        return sample.shape, DTYPES[CODE_OF_NUMPY_DTYPE[sample.dtype]].torch_dtype
     return None
+
+
+def _common(known: _Form, new: _Form) -> _Form:
+    """The form of rows of two forms."""
+    if isinstance(known, dict) and isinstance(new, dict) and known.keys() == new.keys():
+        return {name: _common(form, new[name]) for name, form in known.items()}
+    if isinstance(known, dict) or isinstance(new, dict):
+        return new
+    if known is None or new is None:
+        return new if known is None else known
+    return known if known == new else False
+
+
+def _outputs(form: _Form, count: int) -> Any:
+    """Outputs of a form: a tensor, a dict of those that there are, or None."""
+    if isinstance(form, dict):
+        outs = {name: _outputs(inner, count) for name, inner in form.items()}
+        return {name: out for name, out in outs.items() if out is not None} or None
+    return make_output(count, *form) if form else None
 
 
 def _join_taken(taken: Any) -> Any:

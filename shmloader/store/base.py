@@ -16,6 +16,7 @@ from shmloader.indices.packed_indices import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows
 from shmloader.store.list_methods import ListMethods, RowT_co
 from shmloader.store.memory import share_array
+from shmloader.store.ranges import Rows
 from shmloader.store.read_only import ReadOnly
 from shmloader.store.tables import save
 
@@ -26,7 +27,6 @@ _INTERNAL = frozenset(  # what stores offer to the rest of shmloader, and not to
     "KIND buffer chunks field form items_between numbers plain row_of rows stored_keys stored_values"
     " tuple_length value_at".split()
 )
-Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SharedObject(ReadOnly, ABC):

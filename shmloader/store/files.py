@@ -137,17 +137,21 @@ def files_of(path: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Make errors of a damaged file name the file."""
+def naming(name: str, *, is_remote: bool = False) -> Iterator[None]:
+    """Make errors of a damaged file name it, or the part that is read, and be ValueErrors.
+
+    Arrow raises OSError for damaged data, and for what a server refuses: of remote files it stays that.
+    """
     try:
         yield
     except DAMAGES as error:
         of_the_system = isinstance(error, OSError) and error.errno is not None
-        if path in str(error) or of_the_system or isinstance(error, LoaderError):
+        if name in str(error) or of_the_system or isinstance(error, LoaderError):
             raise
-        raise ValueError(
-            f"{path} is damaged, no file of Arrow's, or one that pyarrow {pa.__version__} cannot read: "
-            f"{type(error).__name__}: {error}"
+        kind = OSError if is_remote and isinstance(error, OSError) else ValueError
+        raise kind(
+            f"{name} is damaged, no file of Arrow's, or one that pyarrow {pa.__version__} cannot read: "
+            f"{type(error).__name__}: {error!s:.500}"
         ) from error
 
 

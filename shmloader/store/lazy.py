@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
 
 from shmloader.errors import warn
 from shmloader.file_systems import FileSystem
-from shmloader.store.base import Rows, Store, row_array, row_numbers
+from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import types_in
 from shmloader.store.description import StoreDescription, describe_columns
 from shmloader.store.files import FilePath, check_files, check_names, paths_of
+from shmloader.store.ranges import RangeFinder, Rows
 from shmloader.store.row_groups import RowGroups, located
 from shmloader.store.rows import RowStore
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import join
 
 DEFAULT_CACHE_NBYTES = 1 << 30
-_MOST_TOGETHER = 32  # row groups whose rows are gathered with one call
 _MANY_READS = 64
 _WASTE = 8  # rows read for each that was asked for, from which on that is told
 
@@ -84,11 +84,16 @@ class _Span(SharedBuffer):
         return self.view
 
 
-class _Window(NamedTuple):
-    """Row groups whose rows are gathered with one call."""
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Row groups that lie in memory together: they were read with one call, or are gathered from with one.
 
-    known: frozenset[int]  # numbers of the row groups
-    shifts: Rows  # from a row's number in the files to that in the store, for each row group of all
+    Attributes:
+        shifts: From a row's number in the files to that in the store, by row group.
+        store: The rows.
+    """
+
+    shifts: dict[int, int]
     store: RowStore
 
 
@@ -109,11 +114,9 @@ class LazyStore(Store):
         self.blocks = self.blocks[self.blocks < groups.starts[-1]]
         self.cache_nbytes = cache_nbytes
         self._groups, self._pickles, self._finder = groups, pickles, ClassFinder(classes)
-        self._starts = np.array(groups.starts, np.int64)
-        self._cache: dict[int, RowStore] = {}
-        self._used: dict[int, int] = {}  # when each row group was used last
-        self._clock = itertools.count()
-        self._window: _Window | None = None
+        self._group_of = RangeFinder(groups.starts)
+        self._cache: dict[int, _Part] = {}  # by row group, in the order of their last uses
+        self._window: _Part | None = None  # that was gathered from last
         self._share = 0.0  # bytes in memory for each byte of a footer's account, at most so far
         self._reads, self._rows_read, self._rows_given = 0, 0, 0
         self._has_told = False
@@ -128,20 +131,19 @@ class LazyStore(Store):
     def row(self, index: int) -> Any:
         """One row, by its number; reads its row group."""
         group = bisect_right(self._groups.starts, index) - 1
-        store = self._cache.get(group) or self._stores([group])[group]
+        part = self._cache.get(group) or self._parts_with([group])[0]
         self._rows_given += 1
-        return store.row(index - self._groups.starts[group])
+        return part.store.row(index + part.shifts[group])
 
     def __getitems__(self, indices: Any) -> list[Any]:
         numbers = np.array(row_numbers(indices, len(self)), np.int64)
         found: list[Any] = [None] * len(numbers)
         group_of = self._group_of(numbers)
         for portion in self._portions(np.unique(group_of).tolist()):
-            for group, store in self._stores(portion).items():
-                places = np.flatnonzero(group_of == group)
-                rows = store.__getitems__(numbers[places] - self._starts[group])
-                for place, row in zip(places.tolist(), rows, strict=True):
-                    found[place] = row
+            places = np.flatnonzero(np.isin(group_of, portion))
+            store, rows = self._window_with(portion, numbers[places], group_of[places])
+            for place, row in zip(places.tolist(), store.__getitems__(rows), strict=True):
+                found[place] = row
         self._rows_given += len(numbers)
         return found
 
@@ -153,14 +155,11 @@ class LazyStore(Store):
         group_of = self._group_of(rows)
         groups = np.flatnonzero(np.bincount(group_of)).tolist()  # far quicker than np.unique
         groups = groups or self._group_of(np.zeros(1, np.int64)).tolist()
-        window = self._window
-        if window is None or not window.known.issuperset(groups):
-            if len(self._portions(groups)) > 1:
-                return join(self.__getitems__(rows), out)
-            window = self._together(groups)
-        self._touch(groups)
+        if len(self._portions(groups)) > 1:
+            return join(self.__getitems__(rows), out)
         self._rows_given += len(rows)
-        return window.store.take(rows + window.shifts[group_of], out)
+        store, rows = self._window_with(groups, rows, group_of)
+        return store.take(rows, out)
 
     def column(self, name: str | int) -> NoReturn:
         """A lazy store has no columns apart: choose them as it is opened."""
@@ -178,9 +177,6 @@ class LazyStore(Store):
         return StoreDescription(kind, len(self), sum(self._groups.nbytes), 0, fields)
 
     # --- row groups in memory
-
-    def _group_of(self, rows: Rows) -> Rows:
-        return self._starts.searchsorted(rows, "right") - 1
 
     def _portions(self, groups: list[int]) -> list[list[int]]:
         """Row groups in portions that fit in the cache."""
@@ -200,54 +196,95 @@ class LazyStore(Store):
     def _expected_nbytes(self, group: int) -> float:
         return self._groups.nbytes[group] * (self._share or 1)
 
-    def _together(self, groups: list[int]) -> _Window:
-        """A window that has some row groups, which are read if need be, and the latest ones besides."""
-        stores = self._stores(groups)
-        if len(groups) > 1:
-            used = self._used.copy()
-            latest = sorted(used, key=used.__getitem__, reverse=True)[:_MOST_TOGETHER]
-            stores |= {group: store for group in latest if (store := self._cache.get(group)) is not None}
-        chosen = np.array(sorted(stores))
-        parts = [stores[group].chunks for group in chosen.tolist()]
-        sizes, shifts = np.diff(self._starts)[chosen], np.zeros(len(self._groups), np.int64)
-        shifts[chosen] = sizes.cumsum() - sizes - self._starts[chosen]
-        if len(groups) == 1:  # its own store, and no window, so that the cache alone keeps it
-            return _Window(frozenset(groups), shifts, stores[groups[0]])
-        batches = [batch for part in parts for batch in part.batches]
-        store = self._store_of(batches, [source for part in parts for source in part.sources])
-        self._window = window = _Window(frozenset(stores), shifts, store)
-        return window
-
-    def _touch(self, groups: list[int]) -> None:
-        now = next(self._clock)
+    def _window_with(self, groups: list[int], rows: Rows, group_of: Rows) -> tuple[RowStore, Rows]:
+        """A store that has some row groups, and the numbers there of some rows of them."""
+        window = self._window
+        if window is None or not window.shifts.keys() >= set(groups):
+            window = self._window = self._together(self._parts_with(groups))
         for group in groups:
-            self._used[group] = now
+            if (part := self._cache.pop(group, None)) is not None:
+                self._cache[group] = part
+        shifts = np.zeros(groups[-1] + 1, np.int64)
+        shifts[groups] = [window.shifts[group] for group in groups]
+        return window.store, rows + shifts.take(group_of)
 
-    def _stores(self, groups: list[int]) -> dict[int, RowStore]:
-        """The stores of some row groups, which are read where they are not in the cache."""
+    def _together(self, parts: list[_Part]) -> _Part:
+        """One part of some, and of as many others that were used last if they are several."""
+        if len(parts) == 1:
+            return parts[0]
+        shifts: dict[int, int] = {}
+        batches: list[Any] = []
+        sources: list[str] = []
+        for part in dict.fromkeys([*parts, *self._latest_parts()[: len(parts)]]):
+            begin = sum(map(len, batches))
+            shifts |= {group: begin + shift for group, shift in part.shifts.items()}
+            batches += part.store.chunks.batches
+            sources += part.store.chunks.sources
+        return _Part(shifts, self._store_of(batches, sources))
+
+    def _parts_with(self, groups: list[int]) -> list[_Part]:
+        """The parts that have some row groups, which are read where they are not in the cache."""
         found = {group: self._cache.get(group) for group in groups}
-        missing = [group for group, store in found.items() if store is None]
+        missing = [group for group, part in found.items() if part is None]
         if missing:
-            self._make_room(sum(map(self._expected_nbytes, missing)), groups)
-            for group, batches in zip(missing, self._groups.read(missing), strict=True):
-                found[group] = self._cache[group] = store = self._store_of(
-                    batches, [self._groups.name(group)] * len(batches)
-                )
-                self._share = max(self._share, store.chunks.nbytes / max(1, self._groups.nbytes[group]))
-                self._rows_read += len(store)
+            found |= self._make_room(sum(map(self._expected_nbytes, missing)), groups)
+            for some, batches in self._groups.read(missing):
+                part = self._keep(some, batches)
+                found |= dict.fromkeys(some, part)
+                footers_nbytes = sum(self._groups.nbytes[group] for group in some)
+                self._share = max(self._share, part.store.nbytes / max(1, footers_nbytes))
+                self._rows_read += len(part.store)
             self._reads += len(missing)
             self._tell_of_waste()
-        self._touch(groups)
-        return found  # type: ignore[return-value]  # none is None any more
+        return list(dict.fromkeys(filter(None, found.values())))
 
-    def _make_room(self, nbytes: float, needed: list[int]) -> None:
-        others = sorted(set(self._cache) - set(needed), key=lambda group: self._used.get(group, 0))
-        kept_nbytes = sum(store.chunks.nbytes for store in list(self._cache.values()))
-        while others and kept_nbytes + nbytes > self.cache_nbytes:
-            self._window = None  # it keeps its row groups
-            dropped = self._cache.pop(group := others.pop(0), None)
-            self._used.pop(group, None)
-            kept_nbytes -= 0 if dropped is None else dropped.chunks.nbytes
+    def _keep(self, groups: list[int], batches: list[Any]) -> _Part:
+        store = self._store_of(batches, [self._groups.name(groups)] * len(batches))
+        part, begin = _Part({}, store), 0
+        for group in groups:
+            rows = self._groups.rows(group)
+            part.shifts[group] = begin - rows.start
+            begin += len(rows)
+            self._cache[group] = part
+        return part
+
+    def _make_room(self, nbytes: float, needed: list[int]) -> dict[int, _Part]:
+        """Drop the parts that were used longest ago; returns copies of the needed row groups in them."""
+        parts = self._latest_parts()
+        nbytes += sum(part.store.nbytes for part in parts)
+        copies: dict[int, _Part] = {}
+        for part in reversed(parts):
+            still = [group for group in part.shifts if group in needed]
+            if nbytes <= self.cache_nbytes or len(still) == len(part.shifts):
+                continue
+            self._window = None  # it keeps its parts
+            for group in part.shifts:
+                self._cache.pop(group, None)
+            nbytes -= part.store.nbytes
+            if still:
+                copy = self._keep(still, self._copied(part, still))
+                nbytes += copy.store.nbytes
+                copies |= dict.fromkeys(still, copy)
+        return copies
+
+    def _copied(self, part: _Part, groups: list[int]) -> list[Any]:
+        """Copies of some row groups of a part: slices would keep the memory of all."""
+        table = pa.Table.from_batches(part.store.chunks.batches)
+        rows = map(self._groups.rows, groups)
+        slices = [
+            table.slice(one.start + part.shifts[group], len(one))
+            for group, one in zip(groups, rows, strict=True)
+        ]
+        return [
+            pa.RecordBatch.from_arrays(
+                [pa.concat_arrays([column]) for column in batch.columns], schema=batch.schema
+            )
+            for batch in pa.concat_tables(slices).to_batches()
+        ]
+
+    def _latest_parts(self) -> list[_Part]:
+        """The parts in the cache; those that were used last come first."""
+        return list(dict.fromkeys(reversed(self._cache.copy().values())))  # of threads one may change it
 
     def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)

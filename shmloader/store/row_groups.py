@@ -8,23 +8,24 @@ import glob
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
+from torch.utils.data import get_worker_info
 
 from shmloader.errors import LoaderError
 from shmloader.file_systems import FileSystem, file_system_of
+from shmloader.memory.limits import cores
 from shmloader.store.columns.records import Keys
-from shmloader.store.files import checked_rows, files_of
+from shmloader.store.files import checked_rows, files_of, naming
 from shmloader.store.handles import Fingerprint
-from shmloader.store.rows import DAMAGES
 from shmloader.store.tables import PARQUET
 
-_MOST_AT_ONCE = 8  # row groups, or footers, that are read at the same time
+_MOST_AT_ONCE = 8  # parts, or footers, that are read at the same time
 _MOST_FOOTERS = 64  # that a process keeps
 
 _Item = TypeVar("_Item")
@@ -95,43 +96,75 @@ class RowGroups:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def name(self, group: int) -> str:
-        """The file and the number of a row group in it."""
-        file = bisect_right(self._firsts, group) - 1
-        return f"{self._paths[file]}, row group {group - self._firsts[file]}"
+    def rows(self, group: int) -> range:
+        """The rows of a row group."""
+        return range(self.starts[group], self.starts[group + 1])
 
-    def read(self, groups: Sequence[int]) -> list[list[Any]]:
-        """Read some row groups: the record batches of each, which are checked.
+    def name(self, groups: Sequence[int]) -> str:
+        """The file that some row groups are in, and their numbers there."""
+        file = self._file_of(groups[0])
+        numbers = ", ".join(str(group - self._firsts[file]) for group in groups)
+        return f"{self._paths[file]}, row group{'s' * (len(groups) > 1)} {numbers}"
+
+    def read(self, groups: Sequence[int]) -> list[tuple[list[int], list[Any]]]:
+        """Read some row groups, which ascend.
+
+        Returns:
+            The row groups that were read with one call, and their record batches, which are checked.
 
         Raises:
             ValueError: If a file is damaged, with the row group.
             LoaderError: If a file was changed.
             OSError: If a file cannot be read.
         """
-        return _at_once(self._batches, groups)
+        parts = self._parts(groups)
+        return list(zip(parts, _at_once(self._batches, parts), strict=True))
 
-    def _batches(self, group: int) -> list[Any]:
-        file = bisect_right(self._firsts, group) - 1
-        with self._naming(self.name(group)), self._open(file) as source:
-            if file not in self._footers:
-                if len(self._footers) >= _MOST_FOOTERS:
-                    self._footers = {}
-                self._footers[file] = pq.ParquetFile(source).metadata
-            chosen = None if self._columns is None else [*self._columns, Keys.NAME]
-            # Buffered before: all columns of the group in a few large requests at the same time.
-            parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
-            table = parquet.read_row_group(group - self._firsts[file], columns=chosen, use_threads=False)
-            rows = self.starts[group + 1] - self.starts[group]
-            if len(table) != rows:
-                raise ValueError(f"it has {len(table):,} rows, and {rows:,} by the footer")
-            batches: list[Any] = table.to_batches()
-            for batch in batches:
-                batch.validate(full=True)
+    def _parts(self, groups: Sequence[int]) -> list[list[int]]:
+        """Row groups of one file each, in about as many parts as are to be read at the same time.
+
+        From a local disk these are as many as this worker has cores: what takes time there is the decoding,
+        which is quicker in one go.
+        """
+        at_once = min(_MOST_AT_ONCE, len(groups))
+        if at_once > 1 and self._filesystem.is_local:
+            worker = get_worker_info()
+            at_once = min(at_once, max(1, cores().usable // (worker.num_workers if worker else 1)))
+        most = -(-len(groups) // at_once)
+        by_file = [list(some) for _, some in groupby(groups, self._file_of)]
+        return [some[at : at + most] for some in by_file for at in range(0, len(some), most)]
+
+    def _file_of(self, group: int) -> int:
+        return bisect_right(self._firsts, group) - 1
+
+    def _batches(self, groups: list[int]) -> list[Any]:
+        file = self._file_of(groups[0])
+        chosen = None if self._columns is None else [*self._columns, Keys.NAME]
+        try:
+            with self._open(file, self.name(groups)) as source:
+                if file not in self._footers:
+                    if len(self._footers) >= _MOST_FOOTERS:
+                        self._footers = {}
+                    self._footers[file] = pq.ParquetFile(source).metadata
+                # Buffered before: all columns in a few large requests at the same time.
+                parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
+                numbers = [group - self._firsts[file] for group in groups]
+                table = parquet.read_row_groups(numbers, columns=chosen, use_threads=False)
+                rows = sum(len(self.rows(group)) for group in groups)
+                if len(table) != rows:
+                    raise ValueError(f"it has {len(table):,} rows, and {rows:,} by the footer")
+                batches: list[Any] = table.to_batches()
+                for batch in batches:
+                    batch.validate(full=True)
+        except (ValueError, OSError):
+            for group in groups if len(groups) > 1 else ():
+                self._batches([group])  # the damaged one raises an error that names it
+            raise
         return batches
 
     def _looked_at(self, file: int) -> tuple[Any, list[tuple[int, int]]]:
         """The schema of a file, and rows and bytes of its row groups."""
-        with self._naming(self._paths[file]), self._open(file) as source:
+        with self._open(file, self._paths[file]) as source:
             parquet = pq.ParquetFile(source)
             footer = parquet.metadata
             if len(self._footers) < _MOST_FOOTERS:
@@ -143,10 +176,14 @@ class RowGroups:
             return parquet.schema_arrow, found
 
     @contextlib.contextmanager
-    def _open(self, file: int) -> Iterator[Any]:
-        path = self._paths[file]
-        with self._filesystem.opened.open_input_file(path) as source:
-            now = Fingerprint.of(path) if self._filesystem.is_local else Fingerprint(source.size(), 0, 0)
+    def _open(self, file: int, name: str) -> Iterator[Any]:
+        """A file that is open meanwhile; errors name it, or what is read of it."""
+        path, is_local = self._paths[file], self._filesystem.is_local
+        with (
+            naming(name, is_remote=not is_local),
+            self._filesystem.opened.open_input_file(path) as source,
+        ):
+            now = Fingerprint.of(path) if is_local else Fingerprint(source.size(), 0, 0)
             known = self._identities.setdefault(file, now)
             if known != now:
                 raise LoaderError(
@@ -154,21 +191,6 @@ class RowGroups:
                     f"{now.nbytes:,}, of inode {now.inode}, written at {now.mtime_ns} ns. Open it anew"
                 )
             yield source
-
-    @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Make errors of reading name the file and the row group."""
-        try:
-            yield
-        except DAMAGES as error:
-            if isinstance(error, LoaderError) or (isinstance(error, OSError) and error.errno is not None):
-                raise
-            # Arrow raises OSError for what a server refuses, and for damaged data, too.
-            kind = OSError if isinstance(error, OSError) and not self._filesystem.is_local else ValueError
-            raise kind(
-                f"{name}: it cannot be read, so the file is damaged, is no Parquet, or one that pyarrow "
-                f"{pa.__version__} cannot read: {type(error).__name__}: {error!s:.500}"
-            ) from error
 
 
 def _at_once(function: Callable[[_Item], _Found], items: Sequence[_Item]) -> list[_Found]:

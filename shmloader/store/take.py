@@ -19,7 +19,6 @@ from shmloader.codec.array_kinds import (
     wrap_array,
 )
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.store.base import Rows
 from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import NUMBERS
 from shmloader.store.columns.buffers import octets_of
@@ -27,34 +26,23 @@ from shmloader.store.columns.classes import is_plain_namedtuple
 from shmloader.store.columns.kind import Block, kind_of, storage_of
 from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
 from shmloader.store.columns.values import KIND_OF_SCALAR
+from shmloader.store.ranges import RangeFinder, Rows
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
-_MOST_SECTIONS = 4096
 
 _Gather = Callable[[Rows, Rows, Any], Any]
-"""Gathers rows, numbered from 0 on, of these sections into outputs."""
+"""Gathers rows, numbered from 0 on, of these chunks into outputs."""
 
 
 class ColumnGatherer:
-    """Gathers rows of the columns of a store; made once, so that each call does only what its rows need.
-
-    Rows are divided into sections, of which each lies in one chunk.
-    """
+    """Gathers rows of the columns of a store; made once, so that each call does only what its rows need."""
 
     def __init__(self, column: Column) -> None:
-        self._rows, starts = len(column), column.starts
+        self._rows = len(column)
         self._read = column
-        self._ends = np.asarray(starts[1:-1])
-        # Starts of chunks are multiples of a power of two: a shift is quicker than a binary search.
-        inside = math.gcd(*starts[1:-1])
-        self._shift = (inside & -inside).bit_length() - 1 if inside else 62
-        count = (self._rows >> self._shift) + 1
-        if count <= _MOST_SECTIONS:
-            chunk_of = np.searchsorted(self._ends, np.arange(count) << self._shift, "right")
-        else:
-            self._shift, chunk_of = -1, np.arange(len(starts) - 1)
-        self._gather = _gather_of(column, chunk_of) if self._rows else None
+        self._chunk_of = RangeFinder(column.starts)
+        self._gather = _gather_of(column) if self._rows else None
         items = getattr(self._gather, "__self__", None)
         is_direct = isinstance(items, _Items) and items.is_direct(self._rows)
         self._direct: _Items | None = items if is_direct else None
@@ -71,37 +59,38 @@ class ColumnGatherer:
             return [] if out is None else out
         if 0 < len(rows) < _ROWS_WORTH_A_CALL:
             return join(list(map(self._read, rows.tolist())), out)
-        sections = rows >> self._shift if self._shift >= 0 else np.searchsorted(self._ends, rows, "right")
-        return self._gather(rows, sections, out)
+        if not (rows.flags.c_contiguous and rows.flags.writeable):
+            rows = rows.copy()  # torch takes no array that is read-only, or runs backwards
+        return self._gather(rows, self._chunk_of(rows), out)
 
 
-def _gather_of(column: Column, chunk_of: Rows) -> _Gather:
+def _gather_of(column: Column) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
     arrays = column.arrays()
     (names, *other_names), (shape, *other_shapes) = set(map(_keys, arrays)), set(map(tuple_shape, arrays))
     if names and not other_names:
-        fields = {name: _gather_of(column.field(name), chunk_of) for name in names}
+        fields = {name: _gather_of(column.field(name)) for name in names}
 
-        def gather_records(rows: Rows, sections: Rows, out: Any) -> Any:
+        def gather_records(rows: Rows, chunk_of: Rows, out: Any) -> Any:
             outs = outputs_by_name(out, fields)
-            return {name: gather(rows, sections, outs[name]) for name, gather in fields.items()}
+            return {name: gather(rows, chunk_of, outs[name]) for name, gather in fields.items()}
 
         return gather_records
     if shape[1] and not other_shapes:
         is_named = isinstance(arrays[0].type, Namedtuples)
         kind = column.chunks.finder.find(arrays[0].type) if is_named else tuple
-        items = [_gather_of(column.field(place), chunk_of) for place in range(len(shape[1]))]
+        items = [_gather_of(column.field(place)) for place in range(len(shape[1]))]
 
-        def gather_tuples(rows: Rows, sections: Rows, out: Any) -> Any:
+        def gather_tuples(rows: Rows, chunk_of: Rows, out: Any) -> Any:
             if out is not None:
                 return join(list(map(column, rows.tolist())), out)
-            return tuple.__new__(kind, [gather(rows, sections, None) for gather in items])
+            return tuple.__new__(kind, [gather(rows, chunk_of, None) for gather in items])
 
         return gather_tuples
-    found = _items_of(arrays, column.chunks, chunk_of)
+    found = _items_of(arrays, column.chunks)
     if found is not None:
         return found.gather
-    return lambda rows, sections, out: join(list(map(column, rows.tolist())), out)
+    return lambda rows, chunk_of, out: join(list(map(column, rows.tolist())), out)
 
 
 class _Items:
@@ -135,24 +124,24 @@ class _Items:
             return None
         return out
 
-    def gather(self, rows: Rows, sections: Rows, out: Any) -> Any:
-        """Gather rows of these sections: into one array or tensor, or as a list where some are None."""
-        kind, shape = self._kind, (len(rows), *self._shape)
-        missing = np.empty(0, np.int64)
+    def gather(self, rows: Rows, chunk_of: Rows, out: Any) -> Any:
+        """Gather rows of these chunks: into one array or tensor, or as a list where some are None."""
+        kind, shape, missing = self._kind, (len(rows), *self._shape), []
         if self._valid is not None:
-            missing = np.flatnonzero(~self._valid.gather(rows, sections, np.empty(len(rows), np.bool_)))
-        is_array = self._block.stacks and not len(missing)
+            is_there = self._valid.gather(rows, chunk_of, np.empty(len(rows), np.bool_))
+            missing = np.flatnonzero(~is_there).tolist()
+        is_array = self._block.stacks and not missing
         if out is not None and not is_array:
-            raise _misfit([None] if len(missing) else [[...]])
+            raise _misfit([None] if missing else [[...]])
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
-        self._items.gather(rows, sections, target)
+        self._items.gather(rows, chunk_of, target)
         if out is not None:
             return out
         gathered = wrap_array(target, kind)
         if is_array:
             return gathered
         found = self._block.rows(gathered)
-        for row in missing.tolist():
+        for row in missing:
             found[row] = None
         return found
 
@@ -164,7 +153,7 @@ class _Pieces:
         pieces: The pieces.
     """
 
-    def __init__(self, blocks: dict[int, Block], chunks: Chunks, chunk_of: Rows) -> None:
+    def __init__(self, blocks: dict[int, Block], chunks: Chunks) -> None:
         alike: dict[Any, dict[int, Block]] = {}
         for chunk, block in blocks.items():
             items = block.items
@@ -174,21 +163,21 @@ class _Pieces:
         for number, some in enumerate(alike.values()):
             piece_of[list(some)] = number
         self.pieces: list[Any] = [
-            (_Piece if next(iter(some.values())).bit is None else _Bits)(some, chunks, chunk_of)
+            (_Piece if next(iter(some.values())).bit is None else _Bits)(some, chunks)
             for some in alike.values()
         ]
-        self._piece_of = piece_of[chunk_of] if len(alike) > 1 or len(blocks) < len(piece_of) else None
+        self._piece_of = piece_of if len(alike) > 1 or len(blocks) < len(piece_of) else None
 
-    def gather(self, rows: Rows, sections: Rows, target: Array) -> Array:
-        """Gather rows of these sections into an array; those of no piece are True."""
+    def gather(self, rows: Rows, chunk_of: Rows, target: Array) -> Array:
+        """Gather rows of these chunks into an array; those of no piece are True."""
         if self._piece_of is None:
-            self.pieces[0].gather(rows, sections, target)
+            self.pieces[0].gather(rows, chunk_of, target)
             return target
-        numbers = self._piece_of[sections]
+        numbers = self._piece_of[chunk_of]
         for number, piece in enumerate(self.pieces):
             chosen = np.flatnonzero(numbers == number)
             part = np.empty((len(chosen), *target.shape[1:]), piece.dtype)
-            piece.gather(rows[chosen], sections[chosen], part)
+            piece.gather(rows[chosen], chunk_of[chosen], part)
             target[chosen] = part
         if len(rows):
             target[numbers == len(self.pieces)] = True
@@ -200,7 +189,7 @@ class _Bits:
 
     dtype = np.dtype(np.bool_)
 
-    def __init__(self, blocks: dict[int, Block], chunks: Chunks, chunk_of: Rows) -> None:
+    def __init__(self, blocks: dict[int, Block], chunks: Chunks) -> None:
         memory = chunks.memories[next(iter(blocks))]
         self._octets = np.frombuffer(memory.view, np.uint8)
         bases = np.zeros(len(chunks.memories), np.int64)
@@ -208,11 +197,11 @@ class _Bits:
             bases[chunk] = (
                 (_address(block.items) - memory.address) * 8 + (block.bit or 0) - chunks.starts[chunk]
             )
-        self._bases = bases[chunk_of]
+        self._bases = bases
 
-    def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
-        """Gather the bits of rows of these sections."""
-        places = self._bases.take(sections, mode="clip") + rows
+    def gather(self, rows: Rows, chunk_of: Rows, target: Array) -> None:
+        """Gather the bits of rows of these chunks."""
+        places = self._bases.take(chunk_of, mode="clip") + rows
         target[...] = self._octets[places >> 3] >> (places & 7).astype(np.uint8) & 1
 
 
@@ -228,7 +217,7 @@ class _Piece:
         is_plain: Whether row ``n`` is item ``n``: where chunks lie one behind the other.
     """
 
-    def __init__(self, found: dict[int, Block], chunks: Chunks, chunk_of: Rows) -> None:
+    def __init__(self, found: dict[int, Block], chunks: Chunks) -> None:
         blocks = {chunk: block.items for chunk, block in found.items()}
         chunk, first = next(iter(blocks.items()))
         memory, starts = chunks.memories[chunk], chunks.starts
@@ -246,26 +235,30 @@ class _Piece:
         self.items = torch.from_numpy(items)
         # Of one word each, which NumPy gathers more quickly than torch, if it need not align them first.
         self._words = items if inner == 1 and items.flags.c_contiguous and items.flags.aligned else None
+        if self._words is not None and first.ndim == 1:
+            self._words = self._words.view(self.dtype)
         self._step = stride // unit
         bases = np.zeros(len(starts) - 1, np.int64)
         for chunk, address in addresses.items():
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
-        self._bases = bases[chunk_of]
+        self._bases = bases
         self.is_plain = self._step == 1 and not bases.any()
 
-    def gather(self, rows: Rows, sections: Rows, target: Array) -> None:
-        """Gather rows of these sections into an array, converted where its dtype is another."""
+    def gather(self, rows: Rows, chunk_of: Rows, target: Array) -> None:
+        """Gather rows of these chunks into an array, converted where its dtype is another."""
         is_direct = target.dtype == self.dtype and target.flags.c_contiguous
         array = target if is_direct else np.empty(target.shape, self.dtype)
         if len(rows):
-            if self.is_plain:
-                places = rows.copy()  # torch takes no array that is read-only, or runs backwards
-            else:
-                places = self._bases.take(sections, mode="clip")  # which is the quickest way
+            places = rows
+            if not self.is_plain:
+                places = self._bases.take(chunk_of, mode="clip")  # which is the quickest way
                 places += rows * self._step if self._step > 1 else rows
-            if self._words is not None and array.flags.aligned:
-                out: Array = np.ndarray(len(rows), self._words.dtype, array)
-                self._words.take(places, out=out, mode="clip")  # else it would use a buffer
+            words = self._words
+            if words is not None and array.flags.aligned:
+                out: Array = (
+                    array if words.dtype == array.dtype else np.ndarray(len(rows), words.dtype, array)
+                )
+                words.take(places, out=out, mode="clip")  # else it would use a buffer
             else:
                 octets: Array = np.ndarray((len(rows), array.nbytes // len(rows)), np.uint8, array)
                 self.select(torch.from_numpy(places), torch.from_numpy(octets))
@@ -284,7 +277,7 @@ def _address(array: Array) -> int:
     return address
 
 
-def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | None:
+def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
     """The pieces of a column; None if its rows are not all of one kind, or not numbers and arrays."""
     blocks, valid = {}, {}
     for number, column in enumerate(columns):
@@ -310,8 +303,8 @@ def _items_of(columns: list[Any], chunks: Chunks, chunk_of: Rows) -> _Items | No
             if len(bits) * 8 < (storage.offset & 7) + len(column) or not _lies_in(bits, memory):
                 return None
             valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=storage.offset & 7)
-    nulls = _Pieces(valid, chunks, chunk_of) if valid else None
-    return _Items(blocks[0], _Pieces(blocks, chunks, chunk_of), nulls)
+    nulls = _Pieces(valid, chunks) if valid else None
+    return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
 
 
 def _lies_in(array: Array, memory: SharedBuffer) -> bool:
@@ -393,10 +386,16 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
     Raises:
         TypeError: If rows cannot be gathered into it.
     """
-    if type(out) is torch.Tensor and out.dtype is kind.torch_dtype and out.shape == shape:
-        if out.is_cpu and out.layout is torch.strided and out.is_contiguous():
-            return array_of_tensor(out.detach(), kind.dtype)
-    elif isinstance(out, torch.Tensor):
+    if isinstance(out, torch.Tensor):
+        if type(out) is torch.Tensor:
+            try:
+                array: Array = out.numpy()
+            except (RuntimeError, TypeError):  # it requires a gradient, say, or NumPy lacks its dtype
+                out = out.detach()
+            else:
+                fits = array.dtype == kind.dtype and kind.torch_dtype in (None, out.dtype)
+                if fits and array.shape == shape and array.flags.c_contiguous:
+                    return array
         found = kind_of_tensor(out)
         fits = found is not None and out.is_contiguous() and found.dtype == kind.dtype
         fits = fits and kind.torch_dtype in (None, out.dtype)

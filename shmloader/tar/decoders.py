@@ -15,11 +15,6 @@ from shmloader.errors import ArchiveError
 Decoder = Callable[[bytes], Any]
 
 
-def text(data: bytes) -> str:
-    """UTF-8 text."""
-    return data.decode()
-
-
 def image(data: bytes) -> Any:
     """An image as an array of uint8, shape ``(height, width, 3)``.
 
@@ -38,8 +33,8 @@ def image(data: bytes) -> Any:
 
 DECODERS: Mapping[str, Decoder] = MappingProxyType(
     {
-        "txt": text,
-        "text": text,
+        "txt": bytes.decode,
+        "text": bytes.decode,
         "json": json.loads,
         "cls": int,
         **dict.fromkeys(("jpg", "jpeg", "png", "webp", "ppm"), image),

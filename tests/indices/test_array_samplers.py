@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 import shmloader
-from shmloader import DataLoader
+from shmloader import BlockSampler, DataLoader, ShardedSampler
 from shmloader.indices.array_samplers import index_arrays, index_runs
-from shmloader.indices.packed_indices import LEAST_PACKED
+from shmloader.indices.packed_indices import LEAST_PACKED, PackedInts
 
 
 def _steps(
@@ -242,3 +242,38 @@ def test_a_distributed_sampler_that_contradicts_itself_raises_torchs_error(chang
     with pytest.raises(AssertionError) as ours:
         list(arrays)
     assert str(ours.value) == str(torchs.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])
+def test_divided_orders_come_as_arrays_too(ranks: int, drop_last: bool, uneven: Any) -> None:
+    data: Any = range(1003)
+    for rank in range(ranks):
+        for inner in (
+            ShardedSampler(data, ranks, rank, seed=3, uneven=uneven),
+            BlockSampler(
+                data, ranks, rank, True, -3, blocks=range(0, 1003, 50), run_length=20, uneven=uneven
+            ),
+        ):
+            sampler = BatchSampler(inner, 40, drop_last)
+            for epoch, state in ((0, None), (1, inner.state_after(4, 40)), (1, None)):
+                batches = []
+                for iterate in (iter, index_arrays):
+                    inner.set_epoch(epoch)
+                    if state is not None:
+                        inner.load_state_dict(state)
+                    found: Any = iterate(sampler)
+                    batches.append([list(batch) for batch in found])
+                    assert inner.state_after(9, 40)["consumed"] == min(9 * 40 * ranks, 1003)
+                assert batches[0] == batches[1]
+                assert all(type(batch) is PackedInts for batch in index_arrays(sampler) or [()])
+
+
+def test_a_divided_order_that_a_program_overrides_is_its_own() -> None:
+    class Reversed(ShardedSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(super().__iter__())[::-1])
+
+    data: Any = range(100)
+    assert index_arrays(BatchSampler(Reversed(data, 1, 0), 40, False)) is None

@@ -341,3 +341,32 @@ def test_a_batch_that_cannot_be_gathered_leaves_the_slot_as_it_was() -> None:
         assert allocator.cursor == before
         assert gatherer.gather([1, 2]) is not NOT_GATHERED
         assert allocator.cursor > before
+
+
+def test_what_differs_from_row_to_row_is_learnt_field_by_field() -> None:
+    """A field whose rows differ has no output any more; the others, also a None now and then, keep theirs."""
+    rows = [
+        {"n": n, "ragged": np.zeros(n % 3 + 1), "some": None if n == 5 else n / 2, "text": str(n)}
+        for n in range(40)
+    ]
+    store = shmloader.share(rows)
+    with slot() as allocator:
+        gatherer = Gatherer(store, default_collate, in_worker=True)
+        for indices, in_slot in (
+            ([1, 4, 7], {"n", "ragged", "some"}),
+            ([2, 8, 11], {"n", "some"}),  # and not of another shape than before
+            ([4, 7, 10], {"n", "some"}),
+            ([2, 5, 8], set()),
+            ([3, 6, 9], {"n", "some"}),
+        ):
+            allocator.begin(0, allocator.nbytes, allocator.limit_nbytes)
+            batch = gatherer.gather(indices)
+            if 5 in indices:
+                assert batch is NOT_GATHERED
+                continue
+            assert {name for name, leaf in batch.items() if isinstance(leaf, pickle.PickleBuffer)} == in_slot
+            header_begin, header_end, _ = Encoder(allocator).encode(batch)
+            header = bytes(allocator.view()[header_begin:header_end])
+            arrived = Decoder().decode(np.frombuffer(allocator.view(), np.uint8), header)
+            assert_same(arrived, default_collate([rows[index] for index in indices]))
+            del arrived, batch

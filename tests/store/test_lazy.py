@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pickle
 import re
@@ -21,53 +20,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from lazy_files import MIXED, PLAIN, as_text, write, write_columns
 from object_store import object_store
-from store_samples import Person, Point
 from stream_datasets import identity
 from warm_python import warm_python
 
 import shmloader
 from shmloader import BlockSampler, DataLoader, LoaderError, share
 from shmloader.store.row_groups import RowGroups
-
-MIXED: list[Any] = [
-    {
-        "path": f"image {n}",
-        "label": n,
-        "at": Point(n, n / 2),
-        "who": Person("x" * n, n),
-        "array": np.arange(n % 5),
-        "tensor": torch.full((2, 2), n),
-        "boxes": [[n / 2, 2.5]] * (n % 3),
-        **({"extra": None} if n % 2 else {}),
-    }
-    for n in range(90)
-]
-PLAIN: list[Any] = [
-    {"n": n, "x": n / 3, "text": str(n), "flag": n % 3 == 0, "some": None if n % 7 else n} for n in range(90)
-]
-
-
-def write(folder: Path, rows: list[Any], files: int = 3, rows_at_once: int = 8) -> list[Path]:
-    """Some files with row groups of so many rows."""
-    folder.mkdir(exist_ok=True)
-    paths = [folder / f"{number}.parquet" for number in range(files)]
-    table = share(rows).to_arrow()
-    metadata = {b"shmloader": json.dumps({"version": 1, "rows": "table"}).encode()}
-    for number, path in enumerate(paths):
-        some = table.slice(number * len(rows) // files, len(rows) // files)
-        pq.write_table(some.replace_schema_metadata(metadata), path, row_group_size=rows_at_once)
-    return paths
-
-
-def write_columns(path: Path, rows: int, rows_at_once: int, columns: int = 20) -> Path:
-    numbers = {f"c{n}": np.arange(rows) + n for n in range(columns)}
-    pq.write_table(pa.table(numbers), path, row_group_size=rows_at_once)
-    return path
-
-
-def as_text(value: Any) -> str:
-    return repr(value)
 
 
 @pytest.mark.parametrize("rows", [MIXED, PLAIN], ids=["mixed", "plain"])
@@ -118,7 +78,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds a mapping.*without lazy=True"):
         shmloader.open(tmp_path / "mapping.parquet", lazy=True)
     share(PLAIN).save(tmp_path / "store.arrow")
-    with pytest.raises(ValueError, match=r"store\.arrow: it cannot be read.* is no Parquet"):
+    with pytest.raises(ValueError, match=r"store\.arrow is damaged, no file of Arrow's.* cannot read"):
         shmloader.open(tmp_path / "store.arrow", lazy=True)
     write_columns(tmp_path / "other.parquet", 5, 5)
     with pytest.raises(ValueError, match=r"other\.parquet has other rows than .*0\.parquet"):
@@ -263,7 +223,7 @@ def test_a_damaged_row_group_is_named_and_may_be_skipped(tmp_path: Path) -> None
     lazy = shmloader.open(path, lazy=True)
     assert lazy[29] == {"c0": 29}
     for read in (lambda: lazy[35], lambda: lazy.take([1, 35] * 10), lambda: lazy.__getitems__([35])):
-        with pytest.raises(ValueError, match=r"a\.parquet, row group 3: it cannot be read, so the file"):
+        with pytest.raises(ValueError, match=r"a\.parquet, row group 3 is damaged, no file"):
             read()
     with pytest.warns(Warning, match="bad"):
         loader = DataLoader(lazy, 10, on_error="skip", num_workers=1)
