@@ -27,7 +27,7 @@ from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.random_state import Generators, global_states, set_global_states
 
-_PAUSE = 50  # times as long passes until the next look as the last one took
+_PAUSE, _LEAST_PAUSE = 50, 4  # times as long passes until the next look as the last one took
 _MOST_OBJECTS = 10_000  # that are searched for states
 _LONG = 64  # items: a longer list or dict holds samples
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -53,7 +53,7 @@ class Handover:
         self._max_nbytes = max_nbytes
         self._generators = generators
         self._heap = heap
-        self._due_ns = 0
+        self._looked_ns = self._due_ns = 0
         self._scalars: dict[str, Any] | None = None  # of the datasets, since the epoch's first batch
         self._received = bytearray()  # of the state of the worker before
 
@@ -64,6 +64,8 @@ class Handover:
     def is_due(self, dataset: Any, collate_fn: Any) -> bool:
         """Whether the worker has more private memory than the limit; looks from time to time, after a batch.
 
+        Sooner if the memory, growing on as since the last look, would reach the limit before.
+
         Raises:
             LoaderError: If the worker cannot be replaced: with the state that would be lost, or if a new one
                 would have as much memory.
@@ -71,7 +73,7 @@ class Handover:
         if time.perf_counter_ns() < self._due_ns:
             return False
         began_ns = time.thread_time_ns()  # not the time in which others had the core
-        is_first, self.nbytes = not self.nbytes, private_nbytes(os.getpid())
+        is_first, before_nbytes, self.nbytes = not self.nbytes, self.nbytes, private_nbytes(os.getpid())
         self._refuse_states(dataset, collate_fn, thoroughly=is_first)
         if self.nbytes > self._max_nbytes and self._heap is not None:
             self._heap.trim()
@@ -83,8 +85,14 @@ class Handover:
                 if self.nbytes
                 else "worker_max_nbytes: this kernel does not tell private memory (/proc/PID/smaps_rollup)"
             )
+        now_ns, spent_ns = time.perf_counter_ns(), time.thread_time_ns() - began_ns
         if not is_first:  # the second batch tells which numbers change
-            self._due_ns = time.perf_counter_ns() + _PAUSE * (time.thread_time_ns() - began_ns)
+            grown_nbytes, left_nbytes = self.nbytes - before_nbytes, self._max_nbytes - self.nbytes
+            pause_ns = _PAUSE * spent_ns
+            if grown_nbytes > 0:
+                pause_ns = min(pause_ns, (now_ns - self._looked_ns) * left_nbytes // grown_nbytes)
+            self._due_ns = now_ns + max(pause_ns, _LEAST_PAUSE * spent_ns)
+        self._looked_ns = now_ns
         return self.nbytes > self._max_nbytes
 
     def _refuse_states(self, dataset: Any, collate_fn: Any, *, thoroughly: bool) -> None:

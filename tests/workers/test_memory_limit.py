@@ -62,7 +62,7 @@ def test_memory_is_constant_and_nothing_else_differs() -> None:
     renewed = statistics.workers_renewed
     assert renewed >= 2 * (leaked_nbytes // LIMIT_NBYTES) - 2
     assert len(pids) == 2 + renewed
-    assert most_nbytes < LIMIT_NBYTES + 60 * leak_nbytes, f"{most_nbytes:,} bytes"
+    assert most_nbytes < LIMIT_NBYTES + 30 * leak_nbytes, f"{most_nbytes:,} bytes"
     assert statistics.worker_restarts == 0
     assert "workers replaced for their memory" in str(statistics)
 
