@@ -18,6 +18,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,11 @@ def consume(loader: Iterable[Any]) -> tuple[float, float, int]:
 
 
 def plain(dataset: Any, workers: int, results: Any) -> None:
-    results.put(consume(loader_of(dataset, workers)))
+    results.send(consume(loader_of(dataset, workers)))
 
 
 def attached(name: str, results: Any) -> None:
-    results.put(consume(shmloader.attach(name)))
+    results.send(consume(shmloader.attach(name)))
 
 
 def served(dataset: Any, workers: int, name: str, readers: int, results: Any) -> None:
@@ -101,7 +102,7 @@ def served(dataset: Any, workers: int, name: str, readers: int, results: Any) ->
             return iter(self.inner)
 
     shmloader.serve(Timed(), name, readers=readers, epochs=2)
-    results.put(time.process_time() - at[1])
+    results.send(time.process_time() - at[1])
 
 
 class Tuples(torch.utils.data.Dataset[tuple[torch.Tensor]]):
@@ -126,7 +127,7 @@ def tensorsocket_serves(dataset: Any, workers: int, ports: list[int], readers: i
     used_s = time.process_time()
     for _ in producer:
         pass
-    results.put(time.process_time() - used_s)
+    results.send(time.process_time() - used_s)
     time.sleep(5)  # its readers take what was sent
     os._exit(0)  # its threads do not end
 
@@ -138,7 +139,7 @@ def tensorsocket_reads(ports: list[int], results: Any) -> None:
     began_s, used_s, batches = time.perf_counter(), time.process_time(), len(reader) * 9 // 10
     for _ in itertools.islice(reader, batches):
         pass
-    results.put((time.perf_counter() - began_s, (time.process_time() - used_s) * 10 / 9, batches))
+    results.send((time.perf_counter() - began_s, (time.process_time() - used_s) * 10 / 9, batches))
     for _ in reader:  # its producer goes on only with readers that live
         pass
     os._exit(0)
@@ -153,15 +154,22 @@ def run_tensorsocket(dataset: Any, workers: int, readers: int) -> tuple[float, l
 
 
 def run(programs: list[Callable[[Any], None]]) -> list[Any]:
-    """Run programs at once, each with a queue for its result; returns the results in their order."""
-    queues = [_CONTEXT.SimpleQueue() for _ in programs]
+    """Run programs at once, each with a pipe for its result; returns the results in their order."""
+    pipes = [_CONTEXT.Pipe(duplex=False) for _ in programs]
     processes = [
-        _CONTEXT.Process(target=program, args=(queue,))
-        for program, queue in zip(programs, queues, strict=True)
+        _CONTEXT.Process(target=program, args=(write,))
+        for program, (_, write) in zip(programs, pipes, strict=True)
     ]
     for process in processes:
         process.start()
-    results = [queue.get() for queue in queues]
+    results = []
+    for process, (read, _) in zip(processes, pipes, strict=True):
+        connection.wait([read, process.sentinel])
+        if not read.poll():
+            for one in processes:
+                one.kill()
+            raise SystemExit(f"process {process.pid} ended with exit code {process.exitcode}, and no result")
+        results.append(read.recv())
     for process in processes:
         process.join()
     return results

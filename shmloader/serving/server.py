@@ -13,10 +13,8 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-from torch.utils.data import DataLoader
 
 from shmloader.errors import LoaderError, NotReady, ResumeError
 from shmloader.serving import meeting, records
@@ -316,8 +314,8 @@ def serve(
     An epoch begins when all readers that took part in the last one ask for it, by ``iter()``.
 
     Args:
-        loader: A `DataLoader`, or any loader of torch's class; without ``pin_memory`` and ``device``, which
-            are arguments of `attach`.
+        loader: A `DataLoader`, any loader of torch's class, or what wraps one; without ``pin_memory`` and
+            ``device``, which are arguments of `attach`.
         name: Up to 64 bytes. Processes of the same user find the loader by it.
         readers: The number of readers, which go in step: the first epoch waits for all of them, and each gets
             each batch. Further ones are refused. The call returns when all have come and left. None: any
@@ -334,7 +332,7 @@ def serve(
         TypeError: If it is no loader.
         ValueError: For wrong arguments.
     """
-    if not isinstance(loader, DataLoader):
+    if not isinstance(loader, Iterable):
         raise TypeError(
             f"serve takes a loader, and not a {type(loader).__name__}: pass a shmloader.DataLoader"
         )
