@@ -120,9 +120,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             in the same order either way. It implies ``seed_per_sample``. For map-style datasets. See
             docs/dispatch.md.
         prefetch_epochs: With ``persistent_workers``: draw and send the next epoch's first index batches as
-        soon as this epoch's last task is sent. Batches are the same, as long as only the loader uses the
-        sampler's ``generator``. Where it has no effect, ``iter()`` warns. See docs/dispatch.md. worker_type:
-        ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
+            soon as this epoch's last task is sent. Batches are the same, as long as only the loader uses the
+            sampler's ``generator``. Where it has no effect, ``iter()`` warns. See docs/dispatch.md.
+        worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global
             random generators alone: draw from those of ``get_worker_info().rng``. Not for DataPipes, nor with
