@@ -77,6 +77,8 @@ def test_every_argument_that_torch_lacks_is_listed_with_its_default() -> None:
     described = {row[0][0]: row[1][0] for row in rows(section("`DataLoader`")) if row[0][0] in ours}
     defaults = {name: ours[name].default for name in own}
     assert {name: ast.literal_eval(default) for name, default in described.items()} == defaults
+    begins = set(re.findall(r"^    (\w+): ", inspect.cleandoc(shmloader.DataLoader.__doc__ or ""), re.M))
+    assert own <= begins
 
 
 def test_every_exception_is_listed_with_its_bases() -> None:
