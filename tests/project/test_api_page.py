@@ -77,7 +77,8 @@ def test_every_argument_that_torch_lacks_is_listed_with_its_default() -> None:
     described = {row[0][0]: row[1][0] for row in rows(section("`DataLoader`")) if row[0][0] in ours}
     defaults = {name: ours[name].default for name in own}
     assert {name: ast.literal_eval(default) for name, default in described.items()} == defaults
-    begins = set(re.findall(r"^    (\w+): ", inspect.cleandoc(shmloader.DataLoader.__doc__ or ""), re.M))
+    docstring = inspect.cleandoc(shmloader.DataLoader.__doc__ or "")
+    begins = set(re.findall(r"^    (\w+): ", docstring, re.MULTILINE))
     assert own <= begins
 
 
