@@ -50,5 +50,15 @@ def write_columns(path: Path, rows: int, rows_at_once: int, columns: int = 20) -
     return path
 
 
+def damage(path: Path, group: int) -> None:
+    """Overwrite the first page of a row group's first column."""
+    with pq.ParquetFile(path) as parquet:
+        column = parquet.metadata.row_group(group).column(0)
+        place = min(filter(None, (column.data_page_offset, column.dictionary_page_offset)))
+    data = bytearray(path.read_bytes())
+    data[place : place + 20] = b"\xff" * 20
+    path.write_bytes(data)
+
+
 def as_text(value: Any) -> str:
     return repr(value)

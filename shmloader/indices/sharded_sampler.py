@@ -32,7 +32,11 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def own_share(left: int, ranks: int, rank: int, uneven: Uneven, things: str) -> int:
-    """How many of some things are a rank's; ValueError for an unequal number, with ``uneven="error"``."""
+    """The number of samples, batches or draws that one rank gets of those that are left.
+
+    Raises:
+        ValueError: If they cannot be divided equally, with ``uneven="error"``; it calls them ``things``.
+    """
     if uneven == "error" and left % ranks:
         raise ValueError(
             f"{left:,} {things} cannot be divided equally among {ranks} ranks, and uneven='error': change "

@@ -51,7 +51,7 @@ class StoreRows:
         return _join_taken(self._store.take(rows) if taken is None else taken)
 
     def _taken_to(self, allocator: SlotAllocator, rows: Rows) -> Any:
-        """What the store has gathered into outputs in the slot; None if rows do not fit in any."""
+        """The rows, gathered into outputs in the slot; None if they fit in no outputs."""
         begin, form = allocator.cursor, None
         while form != self._form and (outs := _outputs(self._form, len(rows))) is not None:
             try:

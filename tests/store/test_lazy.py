@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
-from lazy_files import MIXED, PLAIN, as_text, write, write_columns
+from lazy_files import MIXED, PLAIN, as_text, damage, write, write_columns
 from object_store import object_store
 from stream_datasets import identity
 from warm_python import warm_python
@@ -214,12 +214,7 @@ def test_a_file_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_row_group_is_named_and_may_be_skipped(tmp_path: Path) -> None:
     path = write_columns(tmp_path / "a.parquet", 100, 10, columns=1)
-    with pq.ParquetFile(path) as parquet:
-        column = parquet.metadata.row_group(3).column(0)
-        place = min(filter(None, (column.data_page_offset, column.dictionary_page_offset)))
-    data = bytearray(path.read_bytes())
-    data[place : place + 20] = b"\xff" * 20
-    path.write_bytes(data)
+    damage(path, 3)
     lazy = shmloader.open(path, lazy=True)
     assert lazy[29] == {"c0": 29}
     for read in (lambda: lazy[35], lambda: lazy.take([1, 35] * 10), lambda: lazy.__getitems__([35])):

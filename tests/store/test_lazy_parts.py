@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from lazy_files import MIXED, as_text, write, write_columns
+from lazy_files import MIXED, as_text, damage, write, write_columns
 
 import shmloader
 from shmloader import BlockSampler, DataLoader, share
@@ -88,12 +88,7 @@ def test_workers_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_damaged_row_group_is_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_cores(monkeypatch, 1)
     path = write_columns(tmp_path / "a.parquet", 100, 10, columns=1)
-    with pq.ParquetFile(path) as parquet:
-        column = parquet.metadata.row_group(3).column(0)
-        place = min(filter(None, (column.data_page_offset, column.dictionary_page_offset)))
-    data = bytearray(path.read_bytes())
-    data[place : place + 20] = b"\xff" * 20
-    path.write_bytes(data)
+    damage(path, 3)
     with pytest.raises(ValueError, match=r"a\.parquet, row group 3 is damaged"):
         shmloader.open(path, lazy=True).take(range(100))
 
