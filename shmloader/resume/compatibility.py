@@ -18,7 +18,7 @@ from shmloader.settings import Settings
 from shmloader.wire.stream_records import STRIDE
 
 State = dict[str, Any]
-"""A state of a loader. docs/resume.md explains its keys."""
+"""A state of a loader. docs/resume-exact.md explains its keys."""
 
 VERSION = 7
 """The version of the state's format."""

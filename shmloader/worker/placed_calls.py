@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import cat as own_cat
+from torch import full as own_full
 from torch import index_select as own_index_select
 from torch import stack as own_stack
 from torch import tensor as own_tensor
@@ -159,16 +160,17 @@ def _pad_sequence(
 ) -> torch.Tensor | None:
     if not _are_plain(sequences) or batch_first is not True or type(padding_value) not in _NUMBERS:
         return None
-    first = sequences[0]
-    if padding_side != "right" or not first.ndim or len({one.shape[1:] for one in sequences}) > 1:
+    arrays = [sequence.numpy() for sequence in sequences]  # whose calls take a third of a tensor's time
+    if padding_side != "right" or not arrays[0].ndim or len({one.shape[1:] for one in arrays}) > 1:
         return None
-    longest = max(map(len, sequences))
-    out = place((len(sequences), longest, *first.shape[1:]), first.dtype)
+    dtype = sequences[0].dtype
+    out = place((len(arrays), max(map(len, arrays)), *arrays[0].shape[1:]), dtype)
     if out is not None:
-        for row, sequence in zip(out.unbind(), sequences, strict=True):
-            length = len(sequence)
-            row[:length].copy_(sequence)
-            row[length:].fill_(float(padding_value))  # torch takes a double, and raises if that does not fit
+        # torch takes a double, and raises if that does not fit
+        padding = own_full((1,), float(padding_value), dtype=dtype).numpy()
+        for row, array in zip(out.numpy(), arrays, strict=True):
+            row[: len(array)] = array
+            row[len(array) :] = padding
     return out
 
 

@@ -41,8 +41,8 @@ def test_a_state_has_the_same_keys_at_any_moment_and_starts_no_worker() -> None:
 
 
 def test_the_documentation_explains_all_keys() -> None:
-    text = (Path(__file__).parents[2] / "docs/resume.md").read_text()
-    table = text.partition("### What is in a state")[2].partition("\n## ")[0]
+    text = (Path(__file__).parents[2] / "docs/resume-exact.md").read_text()
+    table = text.partition("## What is in a state")[2].partition("\n## ")[0]
     keys = [re.findall("`([^`]+)`", row.split("|")[1]) for row in table.splitlines() if row.startswith("| `")]
     assert sorted(itertools.chain(*keys)) == sorted(build().state_dict())
 
