@@ -163,15 +163,18 @@ class SlotMemory:
 
     # --- batches that are copied
 
-    def _note_pieces(self, place: Place, nbytes: int) -> None:
-        """Note that a batch came in pieces, because its slot could not be made large enough."""
+    def _note_pieces(self, nbytes: int, limit_nbytes: int) -> None:
+        """Note that a batch came in pieces, because its slot could not be made large enough for it.
+
+        The worker was allowed ``limit_nbytes`` for the slot.
+        """
         budget = self.budget
         self.counters.add("spills")
         self.counters.add("spilled_nbytes", nbytes)
         self._recent.append(nbytes)
         if nbytes > budget.typical_nbytes:
             self._adapt(nbytes)
-        if nbytes > place.limit_nbytes:
+        if nbytes > limit_nbytes:
             needed_nbytes = self._needed_nbytes(nbytes)
             if needed_nbytes <= budget.nbytes:
                 needed_nbytes *= LIMITS_IN_A_SHARE

@@ -205,12 +205,13 @@ class PlaceTable(SlotMemory):
 
         Its slot has ``slot_nbytes`` now. The batch takes the first ``header_end``, unless it came in pieces.
         """
+        limit_nbytes = (self.unreturned.get(seq) or self.void[seq]).limit_nbytes
         place = self._answered(seq, slot_nbytes)
         used_nbytes = header_end
         if flags & SPILLED:
             used_nbytes = 0
             if not place.void:
-                self._note_pieces(place, header_end)
+                self._note_pieces(header_end, limit_nbytes)
         else:
             self._recent.append(header_end)
             if not self.budget.small_nbytes <= header_end <= self.budget.typical_nbytes:

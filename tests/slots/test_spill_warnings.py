@@ -1,5 +1,6 @@
 """Copies of batches to private memory give one warning, with numbers and advice."""
 
+import resource
 import warnings
 import weakref
 from collections.abc import Callable
@@ -65,6 +66,24 @@ def test_one_warning_says_that_batches_are_copied_and_that_fewer_are_made_ahead(
     assert warning.category is SpillWarning
     assert "copied to private memory" in str(warning.message)
     assert "fewer than 4 are made in advance" in str(warning.message)
+
+
+def limit_files(_: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_slot_that_the_host_does_not_give_is_not_called_one_that_the_budget_forbids() -> None:
+    """A worker that may not make files larger than a page: the first slot is one page, and stays so."""
+    with caught_warnings() as caught:
+        loader = DataLoader(
+            Growing([5001] * 5), batch_size=None, num_workers=1, prefetch_factor=1, worker_init_fn=limit_files
+        )
+        assert [len(batch) for batch in loader] == [5001] * 5
+        assert loader.statistics().spills == 5
+    (warning,) = caught
+    assert warning.category is SpillWarning
+    assert "the host gave a slot less shared memory" in str(warning.message)
+    assert "ulimit -f" in str(warning.message)
 
 
 class Training:
