@@ -131,7 +131,8 @@ class LazyStore(Store):
     def row(self, index: int) -> Any:
         """One row, by its number; reads its row group."""
         group = bisect_right(self._groups.starts, index) - 1
-        part = self._cache.get(group) or self._parts_with([group])[0]
+        part = self._cache.pop(group, None) or self._parts_with([group])[0]
+        self._cache[group] = part  # behind those that were used before
         self._rows_given += 1
         return part.store.row(index + part.shifts[group])
 

@@ -142,12 +142,9 @@ class RowGroups:
         chosen = None if self._columns is None else [*self._columns, Keys.NAME]
         try:
             with self._open(file, self.name(groups)) as source:
-                if file not in self._footers:
-                    if len(self._footers) >= _MOST_FOOTERS:
-                        self._footers = {}
-                    self._footers[file] = pq.ParquetFile(source).metadata
                 # Buffered before: all columns in a few large requests at the same time.
-                parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
+                parquet = pq.ParquetFile(source, metadata=self._footers.get(file), pre_buffer=True)
+                self._keep_footer(file, parquet.metadata)
                 numbers = [group - self._firsts[file] for group in groups]
                 table = parquet.read_row_groups(numbers, columns=chosen, use_threads=False)
                 rows = sum(len(self.rows(group)) for group in groups)
@@ -167,13 +164,17 @@ class RowGroups:
         with self._open(file, self._paths[file]) as source:
             parquet = pq.ParquetFile(source)
             footer = parquet.metadata
-            if len(self._footers) < _MOST_FOOTERS:
-                self._footers[file] = footer
+            self._keep_footer(file, footer)
             groups = map(footer.row_group, range(footer.num_row_groups))
             found = [(group.num_rows, group.total_byte_size) for group in groups]
             if found and min(min(one) for one in found) < 0:
                 raise ValueError("its footer has row groups with less than no rows, or bytes")
             return parquet.schema_arrow, found
+
+    def _keep_footer(self, file: int, footer: Any) -> None:
+        if file not in self._footers and len(self._footers) >= _MOST_FOOTERS:
+            self._footers = {}  # also while another thread reads: none may expect to find its own
+        self._footers[file] = footer
 
     @contextlib.contextmanager
     def _open(self, file: int, name: str) -> Iterator[Any]:

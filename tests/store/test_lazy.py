@@ -141,6 +141,16 @@ def test_each_row_group_is_read_once_by_one_worker(tmp_path: Path, monkeypatch: 
     assert len({pid for pid, _ in noted()}) == 2
 
 
+def test_single_rows_keep_the_row_groups_that_were_used_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = reads(monkeypatch, tmp_path / "log")
+    lazy = shmloader.open(write_columns(tmp_path / "a.parquet", 300, 100), lazy=True, cache_nbytes=40_000)
+    for row in (0, 100, 1, 200, 2):
+        assert lazy[row]["c3"] == row + 3
+    assert [group for _, group in noted()] == [0, 1, 2]
+
+
 def test_memory_stays_constant(tmp_path: Path) -> None:
     path = write_columns(tmp_path / "a.parquet", 80_000, 1000)
     group_nbytes, before_nbytes = 160_000, pa.total_allocated_bytes()
