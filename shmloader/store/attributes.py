@@ -11,9 +11,8 @@ import io
 import logging
 import pickle
 import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import ItemsView, Iterator, Mapping, Sized
 from itertools import chain
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.errors import NotSharedWarning
+from shmloader.errors import NotSharedWarning, warn
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
 from shmloader.store import kinds, static
 from shmloader.store.base import Store
@@ -164,12 +163,8 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
             f"{len(graph.nodes):,} objects. Keep small ones as dicts in one list, or share large parts"
         )
     if left:
-        warnings.warn(
-            "share: the following could not be shared, so each process will have its own copy:\n  "
-            + "\n  ".join(left),
-            NotSharedWarning,
-            stacklevel=4,
-        )
+        said = "share: the following could not be shared, so each process will have its own copy:\n  "
+        warn(said + "\n  ".join(left), NotSharedWarning)
 
 
 def share_for_loader(dataset: Any) -> Any:
@@ -275,7 +270,10 @@ def _write_keyed(value: Any, writer: MemoryWriter, copy: bool) -> Make:
     is_mapping = isinstance(value, Mapping)
     keys = value if is_mapping else list(value)
     factory, hashes = factory_of(value) if is_mapping else None, hashes_of(keys)
-    table = write_rows(value.items() if is_mapping else keys, writer)
+    items = value.items() if is_mapping else keys
+    if is_mapping and not isinstance(items, ItemsView):  # of some classes a list or an iterator
+        items = ItemsView(value)
+    table = write_rows(items, writer)
     make_index = write_index(hashes, writer)
 
     def make(buffer: SharedBuffer) -> MappingStore | SetStore:

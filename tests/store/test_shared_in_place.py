@@ -273,6 +273,13 @@ def test_what_something_else_holds_too_stays_as_it_is_and_is_named(hold: Any) ->
     assert isinstance(inner.texts, Store)
 
 
+def test_the_warning_points_to_the_programs_line() -> None:
+    words = Vocabulary()
+    with pytest.warns(NotSharedWarning) as caught:
+        DataLoader(Texts(words=words), num_workers=1, share_dataset=True)
+    assert [one.filename for one in caught] == [__file__]
+
+
 def test_what_others_reach_through_an_object_that_they_hold_stays_as_it_is() -> None:
     words = Vocabulary()
     registry = {"tokenizer": Holder(words=words)}
