@@ -144,7 +144,8 @@ class RowStore(Store):
 
     def _has_pickles(self) -> bool:
         """Whether any values are pickled: reading them may raise whatever their classes do."""
-        return self.chunks.pickles and bool(find_types(self.field(0).type, Pickles))
+        arrays = self._column.arrays() if self.chunks.pickles else []
+        return any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
@@ -210,7 +211,10 @@ class RowStore(Store):
         if begin >= end or end > self._starts[chunk + 1]:
             return None
         if chunk not in self._blocks:
-            self._blocks[chunk] = block_of(self._column.array(chunk), self.chunks.memories[chunk])
+            try:
+                self._blocks[chunk] = block_of(self._column.array(chunk), self.chunks.memories[chunk])
+            except DAMAGES as error:
+                self._raise(error)
         block = self._blocks[chunk]
         if block is None:
             return None
@@ -251,7 +255,7 @@ DAMAGES: tuple[type[Exception], ...] = (
     IndexError,
     ValueError,
     KeyError,
-    OverflowError,
+    ArithmeticError,
     TypeError,
     AttributeError,
     pa.ArrowException,

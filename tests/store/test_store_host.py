@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import resource
@@ -23,6 +24,7 @@ from host_ranks import FORK, ROWS, Box, Building, Rank, build, build_never, buil
 from shmloader import LoaderError, NotSharedWarning, ShareTimeout
 from shmloader.store import host_server, share
 from shmloader.store.host import share_on_host
+from shmloader.store.job import job_of_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs abstract sockets")
 
@@ -252,6 +254,16 @@ def test_ranks_of_one_launcher_have_one_run(launcher: str) -> None:
     one, other = LAUNCHED[launcher]
     assert asked(one) == asked(one | {"RANK": "1", "SLURM_PROCID": "1", "LOCAL_RANK": "1"})
     assert asked(one) != asked(other)
+
+
+def test_a_clock_that_is_set_makes_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmloader.store.job._initial_environment", dict)
+    times = itertools.count()
+    monkeypatch.setattr("psutil.Process.create_time", lambda _: next(times))
+    kind, process = job_of_process("x")
+    assert [kind, process] == job_of_process("x")
+    assert process.split()[0] in (str(os.getpid()), str(os.getppid()))
+    assert len(process.split()) == 2
 
 
 def test_lightnings_first_rank_has_the_run_of_those_that_it_starts() -> None:

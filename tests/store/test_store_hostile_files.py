@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from store_samples import Person
@@ -21,7 +22,7 @@ from shmloader import share
 from shmloader.store.columns.arrays import Arrays
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Dataclasses, Namedtuples
-from shmloader.store.columns.values import Enums, Pickles
+from shmloader.store.columns.values import Decimals, Enums, Pickles
 
 
 class Bomb:
@@ -227,6 +228,7 @@ HOSTILE: dict[str, Any] = {
     "a tensor of no dtype": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os").wrap(
         pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
     ),
+    "a decimal that is no number": lambda: Decimals(pa.string()).wrap(pa.array(["1.5.2"])),
 }
 
 
@@ -234,7 +236,7 @@ HOSTILE: dict[str, Any] = {
 def test_types_that_contradict_themselves_are_errors_that_name_the_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / "hostile.arrow"
     write(path, HOSTILE[name]())
-    for read in (list, lambda store: store.take([0] * 20)):
+    for read in (list, np.asarray, lambda store: store.take([0] * 20)):
         with pytest.raises(ValueError, match=r"hostile\.arrow"):
             read(shmloader.open(path))
 
