@@ -22,7 +22,7 @@ from store_strategies import ARRAYS, SCALARS, containers
 import shmloader
 from shmloader.store import MappingStore, Store
 from shmloader.store import rows as stores
-from shmloader.store.columns import kind, lists, mixed
+from shmloader.store.columns import kind, lists
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.handles import pack, unpack
 
@@ -35,7 +35,7 @@ BY_KEY = {f"key {n}": {"n": n} for n in range(300)}
 @pytest.fixture
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if containers of more than some 20 values were large."""
-    for module in (kind, lists, mixed):
+    for module in (kind, lists):
         monkeypatch.setattr(module, "MOST_BUILT", 300)
     monkeypatch.setattr(stores.RowStore.__init__, "__defaults__", ((), False, stores.RowViews(300)))
 

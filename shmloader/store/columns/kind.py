@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
+import numpy as np
 import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array, ArrayKind
@@ -106,12 +107,11 @@ class Block(NamedTuple):
     bit: int | None = None  # the place of the first value in the bytes
 
 
-class Weight(NamedTuple):
-    """The work of building values: a number counts 1, another value 16, a container 128 and its contents."""
+Weights = int | Array
+"""The work of building each row: an array, or one int if all take the same.
 
-    least: int  # of one row
-    most: int
-    of: Callable[[int, int], int]  # of the rows from one to another
+A number counts 1, another value 16, a container 128 and its contents.
+"""
 
 
 class UnfitError(Exception):
@@ -196,10 +196,9 @@ class Kind:
         """The column as one array; None if its values have not all one shape and dtype."""
         return None
 
-    def weight(self, column: Any) -> Weight:
-        """The work of building rows."""
-        each = 1 if self.is_number else 16 if self.is_leaf else 128
-        return Weight(each, each, lambda begin, end: each * (end - begin))
+    def weights(self, column: Any) -> Weights:
+        """The work of building each row."""
+        return 1 if self.is_number else 16 if self.is_leaf else 128
 
     def describe(self, kind: Any) -> str:
         """The type for people."""
@@ -309,8 +308,8 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         return [self.rewrap(storage) for storage in united([part.storage for part in parts])]
 
-    def weight(self, column: Any) -> Weight:
-        return weight_of(column.storage) if self.nests else super().weight(column)
+    def weights(self, column: Any) -> Weights:
+        return weights_of(column.storage) if self.nests else super().weights(column)
 
     def describe(self, kind: Any) -> str:
         said = self.parameters
@@ -368,10 +367,17 @@ def block_of(column: Any, memory: SharedBuffer | None) -> Block | None:
     return None if block is None or block.bit is not None else block
 
 
-def weight_of(column: Any) -> Weight:
-    """The work of building rows of a column."""
+def weights_of(column: Any) -> Weights:
+    """The work of building each row of a column."""
     column = dictionary_outside(column)
-    return kind_of(column.type).weight(column)
+    return kind_of(column.type).weights(column)
+
+
+def weights_at(weights: Weights, places: Array) -> Weights:
+    """The weights of the rows at some places, which a damaged file may have outside of the column."""
+    if isinstance(weights, int):
+        return weights
+    return weights.take(places.astype(np.int64, copy=False), mode="clip") if len(weights) else 0
 
 
 def storage_of(column: Any) -> Any:

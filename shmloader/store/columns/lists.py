@@ -22,12 +22,13 @@ from shmloader.store.columns.kind import (
     PythonType,
     Reader,
     United,
-    Weight,
+    Weights,
     items_of,
     kind_of,
     reader_of,
     type_name,
-    weight_of,
+    weights_at,
+    weights_of,
 )
 from shmloader.store.sealed_buffer import SharedBuffer
 
@@ -55,38 +56,31 @@ def _numbers_in(items: Any) -> memoryview[Any] | None:
     return found if isinstance(found, memoryview) else None
 
 
-def built_or_view(build: Reader, make: MakeView, ends: Sequence[int], items: Weight, heaviest: int) -> Reader:
+def built_or_view(
+    build: Reader, make: MakeView, ends: Sequence[int], contents: Weights, heaviest: int
+) -> Reader:
     """The reader of containers of which heavy ones are views.
 
     Args:
         build: Reads one as a list or dict.
         make: Makes the view of one.
         ends: The places where the items of each row begin, and those of the last one end.
-        items: The weight of the items.
-        heaviest: The weight of items up to which containers are built.
+        contents: The weight of what each holds.
+        heaviest: The weight up to which they are built.
     """
-    few, many = heaviest // max(items.most, 1), heaviest // max(items.least, 1)
-    weigh = items.of
-
-    def read(i: int) -> Any:
-        begin, end = ends[i], ends[i + 1]
-        if end - begin <= few or (end - begin <= many and weigh(begin, end) <= heaviest):
-            return build(i)
-        return make(begin, end)
-
-    return read
+    heavy = np.flatnonzero(np.broadcast_to(contents, len(ends) - 1) > heaviest)
+    if not len(heavy):
+        return build
+    views = frozenset(heavy.tolist())
+    return lambda i: make(ends[i], ends[i + 1]) if i in views else build(i)
 
 
-def weight_of_containers(ends: Sequence[int], items: Weight) -> Weight:
-    """The work of building containers whose items have these ends."""
-    some = np.asarray(ends[:2] if isinstance(ends, range) else ends)
-    longest = int(np.diff(some).max(initial=0))
-    weigh = items.of
-
-    def of(begin: int, end: int) -> int:
-        return 128 * (end - begin) + weigh(ends[begin], ends[end])
-
-    return Weight(128, 128 + longest * items.most, of)
+def weights_between(ends: Sequence[int], items: Weights) -> Weights:
+    """The weight of the items of each container, which have these ends."""
+    places = np.asarray(ends).astype(np.int64)
+    if isinstance(items, int):
+        return items * np.diff(places)
+    return np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), places))
 
 
 class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
@@ -105,10 +99,10 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         build = self._builder(column, origin)
-        if origin.views is None or self.weight(column).most <= MOST_BUILT:
+        if origin.views is None:
             return build
         make = origin.views.of_lists(column.values, origin)
-        return built_or_view(build, make, self._ends(column), weight_of(column.values), MOST_BUILT)
+        return built_or_view(build, make, self._ends(column), self._contents(column), MOST_BUILT)
 
     def _builder(self, column: Any, origin: Origin) -> Reader:
         """The reader that makes whole lists."""
@@ -122,8 +116,11 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
         """The places where the items of each row begin, and those of the last one end."""
         return ends_of(column)
 
-    def weight(self, column: Any) -> Weight:
-        return weight_of_containers(self._ends(column), weight_of(column.values))
+    def _contents(self, column: Any) -> Weights:
+        return weights_between(ends_of(column), weights_of(column.values))
+
+    def weights(self, column: Any) -> Weights:
+        return 128 + self._contents(column)
 
     def form(self, kind: Any) -> Hashable:
         return "list"
@@ -159,6 +156,12 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
         if not size:
             return [0] * (len(column) + 1)
         return range(first * size, (first + len(column) + 1) * size, size)
+
+    def _contents(self, column: Any) -> Weights:
+        size, items = column.type.list_size, weights_of(column.values)
+        if isinstance(items, int):
+            return size * items
+        return items[column.offset * size :][: len(column) * size].reshape(len(column), size).sum(axis=1)
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         size, values = column.type.list_size, column.values
@@ -232,23 +235,20 @@ class Maps(PythonType, name="dict", over=Lists):
             part = range(ends[i], ends[i + 1])
             return dict(zip(map(key, part), map(value, part), strict=True))
 
-        views, items = origin.views, self._weight_of_pairs(pairs)
-        if views is None or weight_of_containers(ends, items).most <= views.heaviest_dict:
+        views = origin.views
+        if views is None:
             return build
-        return built_or_view(build, views.of_dicts(pairs, origin), ends, items, views.heaviest_dict)
-
-    def weight(self, column: Any) -> Weight:
-        column = column.storage
-        return weight_of_containers(ends_of(column), self._weight_of_pairs(column.values))
+        make = views.of_dicts(pairs, origin)
+        return built_or_view(build, make, ends, self._contents(column), views.heaviest_dict)
 
     @staticmethod
-    def _weight_of_pairs(pairs: Any) -> Weight:
-        key, value = (weight_of(pairs.field(number)) for number in (0, 1))
-        return Weight(
-            key.least + value.least,
-            key.most + value.most,
-            lambda begin, end: key.of(begin, end) + value.of(begin, end),
-        )
+    def _contents(column: Any) -> Weights:
+        pairs = column.storage.values
+        items = weights_of(pairs.field(0)) + weights_of(pairs.field(1))
+        return weights_between(ends_of(column.storage), items)
+
+    def weights(self, column: Any) -> Weights:
+        return 128 + self._contents(column)
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         if len({part.storage.values.type.num_fields for part in parts}) > 1:

@@ -33,12 +33,12 @@ from shmloader.store.columns.kind import (
     Reader,
     UnfitError,
     United,
-    Weight,
+    Weights,
     items_of,
     reader_of,
     storage_of,
     type_name,
-    weight_of,
+    weights_of,
 )
 from shmloader.store.columns.lists import Lists, Maps, any_lists
 from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
@@ -234,14 +234,8 @@ class Records(Kind, arrow=[pa.struct([])]):
             for part, *some in zip(parts, *columns, strict=True)
         ]
 
-    def weight(self, column: Any) -> Weight:
-        fields = [weight_of(column.field(name)) for name in types_of_fields(column.type)]
-        of = [weight.of for weight in fields]
-        return Weight(
-            128,
-            128 + sum(weight.most for weight in fields),
-            lambda begin, end: 128 * (end - begin) + sum(weigh(begin, end) for weigh in of),
-        )
+    def weights(self, column: Any) -> Weights:
+        return sum((weights_of(column.field(name)) for name in types_of_fields(column.type)), 128)
 
     def describe(self, kind: Any) -> str:
         return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"
