@@ -228,14 +228,6 @@ def bounds_of(value: Any) -> tuple[int, int]:
     return low, high
 
 
-def _sends_handles() -> bool:
-    """Whether a pickle is for a process that is being started, or is made by the main process.
-
-    A worker sends by value: a handle would need a descriptor, and a thread that serves it.
-    """
-    return get_spawning_popen() is not None or parent_process() is None
-
-
 def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES) -> tuple[int, Any]:
     """The lowest address of an array or tensor, and a handle of its memory.
 
@@ -287,19 +279,6 @@ def array_over(handle: Any, layout: Any, writeable: bool, offset: int | None = N
     return array
 
 
-_last: list[Any] = [lambda: None, None]  # the process that is being started, and the files then
-
-
-def _files_to_send() -> MappedFiles | None:
-    """The mapped files while a process is being started, to which they are sent by path."""
-    popen = get_spawning_popen()
-    if popen is None:
-        return None
-    if _last[0]() is not popen:
-        _last[:] = weakref.ref(popen), MappedFiles()
-    return _last[1]  # type: ignore[no-any-return]
-
-
 def _bytes_over(handle: Any, *, writable: bool) -> Any:
     if isinstance(handle, MappedItems):
         return handle.map()
@@ -325,28 +304,44 @@ def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[i
     return wrap_tensor(octets.view(dtype.carrier), dtype.torch_dtype).as_strided(shape, strides).detach()
 
 
-_Reduce = Callable[[Any, MappedFiles | None], Any]
-_reducers: dict[type, _Reduce] = {}
+class _Reducer:
+    """What ``multiprocessing``'s pickler calls for objects of one type.
 
-
-def register(kind: type, reduce: _Reduce) -> None:
-    """Make ``multiprocessing``'s pickler, and `pack`, send objects of a type by handle.
-
-    Args:
-        kind: The type, exactly.
-        reduce: Gives the pickle of one by handle; None if it is pickled as usual.
+    Attributes:
+        by_handle: Gives the pickle of an object by handle; None if it is pickled as usual.
     """
-    copy = ForkingPickler(io.BytesIO()).dispatch_table.get(kind)  # torch's, for tensors
 
-    def reduce_or_copy(value: Any) -> Any:
-        reduced = reduce(value, _files_to_send()) if _sends_handles() else None
-        if reduced is not None:
-            return reduced
+    def __init__(self, kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) -> None:
+        self.by_handle = by_handle
+        self._as_usual = _reducer_of(kind)  # torch's, for tensors
+
+    def __call__(self, value: Any) -> Any:
+        popen = get_spawning_popen()
+        # A worker sends by value: a handle would need a descriptor, and a thread that serves it.
+        if popen is not None or parent_process() is None:
+            reduced = self.by_handle(value, None if popen is None else _files_for(weakref.ref(popen)))
+            if reduced is not None:
+                return reduced
+        if self._as_usual is not None:
+            return self._as_usual(value)
         # No reducer is told the protocol; multiprocessing takes the default.
-        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if copy is None else copy(value)
+        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
-    _reducers[kind] = reduce
-    ForkingPickler.register(kind, reduce_or_copy)
+
+@functools.lru_cache(maxsize=1)
+def _files_for(popen: Any) -> MappedFiles:
+    """The files that are mapped while a process is started, to which they are sent by path."""
+    return MappedFiles()
+
+
+def _reducer_of(kind: type) -> Any:
+    return ForkingPickler(io.BytesIO()).dispatch_table.get(kind)
+
+
+def register(kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) -> None:
+    """Make ``multiprocessing``'s pickler, and `pack`, send objects of exactly this type by handle."""
+    if not isinstance(_reducer_of(kind), _Reducer):
+        ForkingPickler.register(kind, _Reducer(kind, by_handle))
 
 
 def register_reducers() -> None:
@@ -379,6 +374,7 @@ class _Packer(pickle.Pickler):
         self._buffers = buffers
         self._numbers: dict[int, int] = {}
         self._files = MappedFiles()
+        self._reducers = ForkingPickler(file).dispatch_table
 
     def persistent_id(self, value: Any) -> int | None:
         """See ``pickle.Pickler``: buffers stay out of the pickle."""
@@ -391,8 +387,8 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``."""
-        reduce = _reducers.get(type(value))
-        reduced = None if reduce is None else reduce(value, self._files)
+        reducer = self._reducers.get(type(value))
+        reduced = reducer.by_handle(value, self._files) if isinstance(reducer, _Reducer) else None
         return NotImplemented if reduced is None else reduced
 
 

@@ -16,7 +16,7 @@ from warm_python import warm_python
 
 WRITES = 41
 BATCH_FILES, ITER_FILES = 22, 32
-STATES_OF_THE_STORE = 6
+STATES_OF_THE_STORE = 3
 STORE = Path(__file__).parents[2] / "shmloader" / "store"
 
 PLANTED = """
