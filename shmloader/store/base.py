@@ -14,6 +14,7 @@ import torch
 from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.indices.packed_indices import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows
+from shmloader.store.handles import is_shared
 from shmloader.store.list_methods import ListMethods, RowT_co
 from shmloader.store.memory import share_array
 from shmloader.store.ranges import Rows
@@ -214,19 +215,14 @@ def row_array(indices: Any, rows: int) -> Rows:
         if len(array) != rows:
             raise IndexError(f"a mask of {len(array):,} items for a store with {rows:,} rows")
         return np.flatnonzero(array)
-    if array.dtype == np.object_ and array.ndim == 1:  # numbers beyond 64 bits, or none at all
+    if array.dtype in (np.object_, np.uint64) and array.ndim == 1:  # numbers beyond int64, or none at all
         return np.array([row_number(number, rows) for number in array], np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"rows are taken by a flat sequence of integers, not by {array.dtype} {array.shape}")
     numbers = array.astype(np.int64, copy=False)
-    if not numbers.size:
-        return numbers
-    if array.dtype == np.uint64 and int(array.max()) >= rows:  # as int64 the largest would be negative
-        raise IndexError(f"row {int(array.max())} of a store with {rows:,} rows")
-    least, most = int(numbers.min()), int(numbers.max())
-    if least < -rows or most >= rows:
-        raise IndexError(f"row {least if least < -rows else most} of a store with {rows:,} rows")
-    return numbers if least >= 0 else np.where(numbers < 0, numbers + rows, numbers)
+    for number in (numbers.min(), numbers.max()) if numbers.size else ():
+        row_number(number, rows)
+    return np.where(numbers < 0, numbers + rows, numbers)
 
 
 class Selection(Store):
@@ -236,7 +232,6 @@ class Selection(Store):
         """Select ``rows`` of a store, which are row numbers from 0 on."""
         self._store = store
         self._rows = rows
-        self._is_sent = False
         self._reads = 0
         self._numbers: list[Any] | None = None
 
@@ -311,11 +306,9 @@ class Selection(Store):
         return whole.take(np.asarray(rows, np.int64))
 
     def __reduce__(self) -> Any:
-        if (
-            not self._is_sent
-            and isinstance(self._rows, np.ndarray)
-            and self._rows.nbytes >= _SENT_BY_HANDLE_NBYTES
-        ):
+        rows = self._rows
+        is_large = isinstance(rows, np.ndarray) and rows.nbytes >= _SENT_BY_HANDLE_NBYTES
+        if is_large and not is_shared(rows, None):
             # Only now: a forked process inherits them, and each piece of shared memory takes a descriptor.
-            self._rows, self._is_sent = share_array(self._rows), True
+            self._rows = share_array(rows)
         return Selection, (self._store, self._rows)

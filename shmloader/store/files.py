@@ -340,17 +340,13 @@ def chunks_in_files(
             memories.append(memory := FileBuffer(path, fingerprint))
             begin = len(batches)
             for batch in _batches_in(memory):
-                if len(batches) == begin and not _lies_in(batch, memory):  # before a second one is unpacked
-                    raise _UnmappableError
+                if len(batches) == begin:  # before a second one is unpacked
+                    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
+                    if not all(memory.holds(buffer.address) for buffer in buffers):
+                        raise _UnmappableError
                 if batch.num_rows:
                     batches.append((memory, _chosen(batch, columns)))
                     sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
     return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
-
-
-def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
-    begin, end = memory.address, memory.address + memory.nbytes
-    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
-    return all(begin <= buffer.address < end for buffer in buffers)

@@ -25,9 +25,9 @@ _MOST_NODES = 500_000
 _MOST_SECONDS = 2.0
 
 _Label = str | tuple[Any]
-_Plan = Literal["array", "rows", "foreign"]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
+_Plan = Literal["array", "rows", "foreign"]
 _Held = Iterable[tuple[_Label, Any]]
 
 

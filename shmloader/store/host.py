@@ -355,11 +355,7 @@ def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
     hold = _Hold(connection)
     for buffer in buffers:
         # The finalizer's arguments are what holds: nothing runs when it is called.
-        weakref.finalize(buffer, _nothing, hold).atexit = False
-
-
-def _nothing(hold: _Hold) -> None:
-    """Keep the hold until its buffer ends, and do nothing then."""
+        weakref.finalize(buffer, lambda _: None, hold).atexit = False
 
 
 def _nbytes(buffers: Sequence[SharedBuffer]) -> int:

@@ -37,6 +37,7 @@ from shmloader.foreign import (
     loaded_classes,
 )
 from shmloader.store import static
+from shmloader.store.handles import bounds_of
 from shmloader.store.static import base_of, is_a
 
 LEAST_NBYTES = 1 << 20
@@ -82,7 +83,6 @@ _WITHOUT_MEANING = set(
 _SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 _DTYPE: Any = np.ndarray.dtype.__get__  # also of subclasses, whose own attributes are not asked
-_NBYTES: Any = np.ndarray.nbytes.__get__
 
 # --- objects
 
@@ -315,11 +315,6 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
 
 def _nbytes_under(array: Any) -> int:
     """Bytes of memory under the items of an array or a tensor: those of overlapping windows count once."""
-    if isinstance(array, torch.Tensor):
-        nbytes, item = array.nbytes, array.element_size()
-        strides: Any = [step * item for step in array.stride()]
-    else:
-        nbytes, item, strides = _NBYTES(array), _DTYPE(array).itemsize, np.ndarray.strides.__get__(array)
-    shape = array.shape if isinstance(array, torch.Tensor) else np.ndarray.shape.__get__(array)
-    span = item + sum((size - 1) * abs(step) for size, step in zip(shape, strides, strict=True))
-    return min(nbytes, span) if nbytes else 0
+    plain = array if isinstance(array, torch.Tensor) else np.ndarray.view(array, np.ndarray)
+    low, high = bounds_of(plain)
+    return min(plain.nbytes, high - low) if plain.nbytes else 0

@@ -27,7 +27,6 @@ from shmloader.store.columns.kind import Block, kind_of, storage_of
 from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
 from shmloader.store.columns.values import KIND_OF_SCALAR
 from shmloader.store.ranges import RangeFinder, Rows
-from shmloader.store.sealed_buffer import SharedBuffer
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 
@@ -292,7 +291,7 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
         (first, *_), storage = blocks.values(), storage_of(column)
         alike = (block.kind, block.items.shape[1:], block.bit is None, block.stacks)
         rows = len(column) if block.bit is None else -(-(block.bit + len(column)) // 8)
-        is_inside = block.items.nbytes and _lies_in(block.items, memory)
+        is_inside = block.items.nbytes and memory.holds(_address(block.items), block.items.nbytes)
         is_first = alike == (first.kind, first.items.shape[1:], first.bit is None, first.stacks)
         if not is_first or len(block.items) != rows or not is_inside:
             return None
@@ -300,15 +299,12 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
             bits = np.asarray(octets_of(storage, 0))[
                 storage.offset >> 3 : (storage.offset + len(column) + 7) >> 3
             ]
-            if len(bits) * 8 < (storage.offset & 7) + len(column) or not _lies_in(bits, memory):
+            is_whole = len(bits) * 8 >= (storage.offset & 7) + len(column)
+            if not is_whole or not memory.holds(_address(bits), bits.nbytes):
                 return None
             valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=storage.offset & 7)
     nulls = _Pieces(valid, chunks) if valid else None
     return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
-
-
-def _lies_in(array: Array, memory: SharedBuffer) -> bool:
-    return 0 <= _address(array) - memory.address <= memory.nbytes - array.nbytes
 
 
 def _keys(column: Any) -> tuple[str, ...]:

@@ -253,7 +253,7 @@ def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
     if buffer is None or not buffer.size:
         return np.empty(0, kind.dtype)
     source, offset = buffer, 0
-    if kind.torch_dtype is not None and memory is not None and Origin(memory).holds(buffer):
+    if kind.torch_dtype is not None and memory is not None and memory.holds(buffer.address):
         source, offset = memory.private, buffer.address - memory.address
     nbytes = (len(values) + values.offset) * values.type.bit_width // 8
     # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.

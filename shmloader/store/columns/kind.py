@@ -12,6 +12,7 @@ object is code. Classes are given by module and name; `ClassFinder` looks them u
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -82,19 +83,25 @@ class Origin:
     source: str = ""
     views: Views | None = None
 
-    def holds(self, buffer: Any) -> bool:
-        """Whether a buffer begins in the memory."""
-        memory = self.memory
-        return bool(buffer and memory and 0 <= buffer.address - memory.address < memory.nbytes)
-
     def octets(self, buffer: Any) -> tuple[Any, int]:
-        """Memory to slice a buffer's bytes from, and the place where they begin there.
+        """Memory whose slices are bytes, and the place where those of a buffer begin there.
 
-        Slices of an mmap are bytes, made quicker than those of a memoryview.
+        An mmap's slices are made quicker than those of a memoryview.
         """
-        if self.memory is None or not self.holds(buffer):
-            return (b"" if buffer is None else memoryview(buffer)), 0
-        return self.memory.mapping, buffer.address - address_of(self.memory.mapping)
+        memory: Any = memoryview(b"" if buffer is None else buffer)
+        begin = 0
+        if buffer and self.memory is not None and self.memory.holds(buffer.address):
+            memory = self.memory.mapping
+            begin = buffer.address - address_of(self.memory.mapping)
+        return (_SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory), begin
+
+
+class _SlicesAsBytes:
+    def __init__(self, memory: memoryview[Any]) -> None:
+        self._memory = memory
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._memory[part])
 
 
 class Block(NamedTuple):
@@ -275,7 +282,7 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return hash((self.NAME, str(self.storage_type)))
 
     def __reduce__(self) -> Any:
-        return _make_type, (type(self), self.storage_type, self.parameters)
+        return functools.partial(type(self), **self.parameters), (self.storage_type,)
 
     @classmethod
     def around(cls, storage: Any, **parameters: Any) -> Any:
@@ -315,10 +322,6 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         said = self.parameters
         parts = [str(said[key]) for key in ("python", "dtype", "shape", "kind") if key in said]
         return " ".join([self.NAME.removeprefix("shmloader."), *parts])
-
-
-def _make_type(kind: type[PythonType], storage: Any, parameters: dict[str, Any]) -> PythonType:
-    return kind(storage, **parameters)
 
 
 def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:

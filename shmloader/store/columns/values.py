@@ -182,24 +182,9 @@ class Octets(_Castable, arrow=[pa.binary(), pa.large_binary()]):
         return lambda i: memory[begin + ends[i] : begin + ends[i + 1]]
 
 
-class _SlicesAsBytes:
-    """Memory elsewhere than in a mapping."""
-
-    def __init__(self, memory: memoryview[Any]) -> None:
-        self._memory = memory
-
-    def __getitem__(self, part: slice) -> bytes:
-        return bytes(self._memory[part])
-
-
 def _parts(column: Any, origin: Origin) -> tuple[Any, int, memoryview[Any]]:
     """Memory whose slices are bytes, the place where those of a column begin in it, and their ends."""
-    memory, begin = origin.octets(column.buffers()[2])
-    return (
-        _SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory,
-        begin,
-        buffers.ends_of(column),
-    )
+    return *origin.octets(column.buffers()[2]), buffers.ends_of(column)
 
 
 class FixedOctets(Kind, arrow=[pa.binary(1)]):
