@@ -228,7 +228,9 @@ def bounds_of(value: Any) -> tuple[int, int]:
     return low, high
 
 
-def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES) -> tuple[int, Any]:
+def _handle(
+    value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES, *, is_writable: bool = False
+) -> tuple[int, Any]:
     """The lowest address of an array or tensor, and a handle of its memory.
 
     Returns:
@@ -237,7 +239,8 @@ def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NB
     low, high = bounds_of(value)
     buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
     if buffer is not None:
-        return low, (buffer, low - buffer.address, high - low)
+        is_sent = is_writable and _is_changed(low, high)
+        return low, None if is_sent else (buffer, low - buffer.address, high - low)
     return low, files.items_at(low, high) if files is not None and _may_be_mapped(value) else None
 
 
@@ -250,7 +253,7 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     """
     if array.dtype.hasobject or not array.size:
         return None
-    low, handle = _handle(array, files)
+    low, handle = _handle(array, files, is_writable=array.flags.writeable)
     if handle is None:
         return None
     begin = array.__array_interface__["data"][0] - low
@@ -291,8 +294,8 @@ def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
         return None
-    low, handle = _handle(tensor, files)
-    if handle is None or (handle.__class__ is tuple and _is_changed(low, low + handle[2])):
+    _, handle = _handle(tensor, files, is_writable=True)
+    if handle is None:
         return None
     return tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
 

@@ -45,6 +45,7 @@ _Rows = Sequence[_Object] | Iterator[_Object]
 _PROTOCOL = 2
 _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
 _RETRY_S = 0.005
+_MOST_WAIT_MS = (1 << 31) - 1  # that ``poll`` takes: 24 days
 
 _building = threading.local()  # the names that this thread is building
 
@@ -272,7 +273,7 @@ def _receive(
     """The kind of answer and its descriptors; None if the connection ends before they are there."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+    if not poller.poll(min(max(0.0, deadline_s - time.monotonic()) * 1000, _MOST_WAIT_MS)):
         raise _timeout(name, pid, timeout_s)
     try:
         text, fds, flags, _ = socket.recv_fds(connection, HEADER.size, MOST_FDS, socket.MSG_CMSG_CLOEXEC)

@@ -403,6 +403,11 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
             return out
     dtype = kind.torch_dtype or kind.dtype
     given = f"{type(out).__name__} of shape {tuple(getattr(out, 'shape', ()))}, {getattr(out, 'dtype', None)}"
+    if isinstance(out, torch.Tensor):
+        is_scattered = out.layout is torch.strided and not out.is_contiguous()
+        given += f", {out.layout}, on {out.device}" + ", not contiguous" * is_scattered
+    elif isinstance(out, np.ndarray) and not out.flags.writeable:
+        given += ", read-only"
     raise TypeError(
         f"rows are gathered into a contiguous tensor or ndarray of shape {shape}, {dtype}, not {given}"
     )

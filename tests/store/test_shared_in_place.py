@@ -115,6 +115,24 @@ def test_what_is_written_to_a_shared_tensor_later_reaches_workers(start_method: 
         dataset.numbers[1] = 5
 
 
+class Numbers(Dataset[Any]):
+    def __init__(self, numbers: np.ndarray[Any, Any]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.numbers[index]
+
+
+def test_what_is_written_to_an_array_over_a_shared_tensor_reaches_workers(start_method: str) -> None:
+    numbers = share(torch.zeros(1 << 18)).numpy()
+    numbers[1] = 5
+    loader = DataLoader(Numbers(numbers), batch_size=4, num_workers=1, multiprocessing_context=start_method)
+    assert next(iter(loader)).tolist() == [0, 5, 0, 0]
+
+
 class Progress(Weights):
     """Memory that the program shares with its workers by itself."""
 

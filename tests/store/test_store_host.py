@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import os
 import resource
 import signal
@@ -209,6 +210,12 @@ def test_a_wait_ends_after_its_timeout_and_names_the_builder(start: Any, name: s
     assert time.monotonic() - began_s < 10
     assert issubclass(ShareTimeout, TimeoutError)
     builder.kill()
+
+
+def test_a_rank_may_wait_without_an_end(start: Any, name: str) -> None:
+    builder = start(build_slowly)
+    assert builder.hear() == "building"
+    assert share_on_host(Building(build_never), name=name, timeout_s=math.inf) == ROWS
 
 
 def test_runs_are_kept_apart(name: str) -> None:
