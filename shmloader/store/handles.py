@@ -256,10 +256,15 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     low, handle = _handle(array, files, is_writable=array.flags.writeable)
     if handle is None:
         return None
-    begin = array.__array_interface__["data"][0] - low
-    layout = array.shape, array.dtype, begin, array.strides
     offset = array.offset if type(array) is np.memmap else None
-    return array_over, (handle, layout, array.flags.writeable, offset)
+    return array_over, (handle, *layout_of(array, low), array.flags.writeable, offset)
+
+
+def layout_of(value: Any, low: int) -> tuple[Any, ...]:
+    """What `array_over` or `tensor_over` needs beside a handle of the memory, which begins at ``low``."""
+    if isinstance(value, torch.Tensor):
+        return CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape), value.stride()
+    return ((value.shape, value.dtype, value.__array_interface__["data"][0] - low, value.strides),)
 
 
 def make_array_reducer() -> Callable[[_Array], Any]:
@@ -267,7 +272,7 @@ def make_array_reducer() -> Callable[[_Array], Any]:
     return functools.partial(reduce_array, files=MappedFiles())
 
 
-def array_over(handle: Any, layout: Any, writeable: bool, offset: int | None = None) -> _Array:
+def array_over(handle: Any, layout: Any, writeable: bool = False, offset: int | None = None) -> _Array:
     """An array over shared memory or a mapped file: its shape, dtype, first item and strides there."""
     shape, dtype, begin, strides = layout
     octets = _bytes_over(handle, writable=writeable)
@@ -294,10 +299,8 @@ def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
         return None
-    _, handle = _handle(tensor, files, is_writable=True)
-    if handle is None:
-        return None
-    return tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
+    low, handle = _handle(tensor, files, is_writable=True)
+    return None if handle is None else (tensor_over, (handle, *layout_of(tensor, low)))
 
 
 def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

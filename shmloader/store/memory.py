@@ -18,14 +18,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.codec.layout import CODE_OF_TORCH_DTYPE
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
 from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.kind import find_types
 from shmloader.store.columns.mixed import Links
-from shmloader.store.handles import array_over, bounds_of, register_reducers, tensor_over
+from shmloader.store.handles import array_over, bounds_of, layout_of, register_reducers, tensor_over
 from shmloader.store.kinds import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
@@ -157,12 +156,8 @@ def _is_contiguous(value: Any) -> bool:
 
 def _view_of(value: Any, low: int, nbytes: int, offset: int) -> Make:
     """The function that makes an array or tensor anew, whose lowest byte lies at a place of the buffer."""
-    if isinstance(value, torch.Tensor):
-        tensor_layout = CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape), value.stride()
-        return lambda buffer: tensor_over((buffer, offset, nbytes), *tensor_layout)
-    first = value.__array_interface__["data"][0] - low
-    layout = value.shape, value.dtype, first, value.strides
-    return lambda buffer: array_over((buffer, offset, nbytes), layout, False)
+    make, layout = tensor_over if isinstance(value, torch.Tensor) else array_over, layout_of(value, low)
+    return lambda buffer: make((buffer, offset, nbytes), *layout)
 
 
 class Table:
