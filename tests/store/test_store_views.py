@@ -187,6 +187,23 @@ def test_a_view_goes_to_other_processes_by_handle(large: Any) -> None:
     assert there == large
 
 
+def test_tensors_of_a_view_may_be_written_to_where_it_came_with_its_contents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small columns are sent so; torch makes tensors of what is read-only, too."""
+    view = shmloader.share([[torch.full((2,), n, dtype=torch.int16) for n in range(300)]] * 2)[1]
+    there = unpack(*pack(view))
+    writeable, wrap = [], torch.from_numpy
+
+    def noted(array: Any) -> torch.Tensor:
+        writeable.append(array.flags.writeable)
+        return wrap(array)
+
+    monkeypatch.setattr(torch, "from_numpy", noted)
+    assert there[3].add_(1).tolist() == [4, 4]
+    assert writeable == [True]
+
+
 class Views(torch.utils.data.Dataset[Any]):
     def __init__(self, view: Any) -> None:
         self.view = view

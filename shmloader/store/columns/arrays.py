@@ -248,7 +248,7 @@ def _size_of(items: Any, kind: ArrayKind) -> int:
 
 
 def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
-    """All items of a column; writable for tensors in shared memory."""
+    """All items of a column; writable for tensors: in shared memory as they are, from elsewhere as a copy."""
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:
         return np.empty(0, kind.dtype)
@@ -260,4 +260,4 @@ def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
     flat = np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
     if kind.torch_dtype is None:
         flat.setflags(write=False)  # also in memory of Arrow's own, which may be written
-    return flat
+    return flat if kind.torch_dtype is None or flat.flags.writeable else flat.copy()
