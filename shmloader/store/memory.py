@@ -25,7 +25,7 @@ from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.kind import find_types
 from shmloader.store.columns.mixed import Links
 from shmloader.store.handles import array_over, bounds_of, layout_of, register_reducers, tensor_over
-from shmloader.store.kinds import nbytes_of_rows
+from shmloader.store.objects import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.store import kinds, static
+from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
 from shmloader.store.static import is_a
 
@@ -157,7 +157,7 @@ def _is_immutable(value: Any) -> bool:
     if _is_rebuilt(value):
         return True
     dataclass = static.of_class(type(value), "__dataclass_params__")
-    return dataclass is not None and dataclass.frozen and not kinds.is_dataset(value)
+    return dataclass is not None and dataclass.frozen and not objects.is_dataset(value)
 
 
 def _is_rebuilt(value: Any) -> bool:

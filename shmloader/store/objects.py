@@ -1,4 +1,4 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for all that share, and for the watch.
+"""Which objects can be shared, and how large they are: one rule for all that share, and for the watch.
 
 It goes by an object's real type and runs none of its class's code. Imports no pyarrow: workers use this too.
 """
