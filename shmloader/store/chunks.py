@@ -157,9 +157,7 @@ def rows_of(batch: Any) -> Any:
     """The rows of a batch as one array: a struct of its columns, or its only column."""
     if batch.num_columns == 1 and form_of(batch.schema)["rows"] in ("column", "set"):
         return batch.column(0)
-    if batch.num_columns:
-        return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))
-    return pa.Array.from_buffers(pa.struct([]), batch.num_rows, [None])
+    return batch.to_struct_array()
 
 
 def field_of(column: Any, name: str | int) -> Any:

@@ -41,10 +41,8 @@ class ColumnGatherer:
         self._rows = len(column)
         self._read = column
         self._chunk_of = RangeFinder(column.starts)
-        self._gather = _gather_of(column) if self._rows else None
-        items = getattr(self._gather, "__self__", None)
-        is_direct = isinstance(items, _Items) and items.is_direct(self._rows)
-        self._direct: _Items | None = items if is_direct else None
+        self._gather = gather = _gather_of(column) if self._rows else None
+        self._direct = gather if isinstance(gather, _Items) and gather.is_direct(self._rows) else None
 
     def directly(self, indices: Any, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors with the fewest calls; None if `__call__` has to."""
@@ -67,6 +65,10 @@ def _gather_of(column: Column) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
     arrays = column.arrays()
     (names, *other_names), (shape, *other_shapes) = set(map(_keys, arrays)), set(map(tuple_shape, arrays))
+
+    def by_rows(rows: Rows, chunk_of: Rows, out: Any) -> Any:
+        return join(list(map(column, rows.tolist())), out)
+
     if names and not other_names:
         fields = {name: _gather_of(column.field(name)) for name in names}
 
@@ -82,14 +84,11 @@ def _gather_of(column: Column) -> _Gather:
 
         def gather_tuples(rows: Rows, chunk_of: Rows, out: Any) -> Any:
             if out is not None:
-                return join(list(map(column, rows.tolist())), out)
+                return by_rows(rows, chunk_of, out)
             return tuple.__new__(kind, [gather(rows, chunk_of, None) for gather in items])
 
         return gather_tuples
-    found = _items_of(arrays, column.chunks)
-    if found is not None:
-        return found.gather
-    return lambda rows, chunk_of, out: join(list(map(column, rows.tolist())), out)
+    return _items_of(arrays, column.chunks) or by_rows
 
 
 class _Items:
@@ -123,7 +122,7 @@ class _Items:
             return None
         return out
 
-    def gather(self, rows: Rows, chunk_of: Rows, out: Any) -> Any:
+    def __call__(self, rows: Rows, chunk_of: Rows, out: Any) -> Any:
         """Gather rows of these chunks: into one array or tensor, or as a list where some are None."""
         kind, shape, missing = self._kind, (len(rows), *self._shape), []
         if self._valid is not None:

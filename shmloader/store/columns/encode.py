@@ -256,7 +256,7 @@ def united(parts: list[Any]) -> list[Any]:
 
 def decoded(column: Any) -> Any:
     """A column without a dictionary around its values."""
-    return column.dictionary.take(column.indices) if arrow.is_dictionary(column.type) else column
+    return column.dictionary_decode() if arrow.is_dictionary(column.type) else column
 
 
 def decoded_inside(column: Any) -> Any:
