@@ -245,8 +245,6 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
 
     NAME: ClassVar[str]
     OVER: ClassVar[Any]
-    maker: Callable[[Origin], Callable[[Any], Any]]
-    """Gives the function that makes a value of what it is kept as; for `getter`."""
 
     def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
         """Make a kind known, under a name in files, over storage of some kinds."""
@@ -308,6 +306,11 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     def getter(self, column: Any, origin: Origin) -> Reader:
         make, read = self.maker(origin), reader_of(column.storage, origin, nulls=False)
         return lambda i: make(read(i))
+
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        """The function that makes a value of what it is kept as: its type, of several the one of ``kind``."""
+        types = {one.__name__: one for one in self.takes}
+        return types[self.parameters.get("kind", self.takes[0].__name__)]
 
     def form(self, kind: Any) -> Hashable:
         return self.NAME, json.dumps(self.parameters, sort_keys=True), form_of_type(self.storage_type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -196,9 +196,6 @@ class Sets(PythonType, name="set", over=Lists):
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
         return cls.around(any_lists(values, encoder, depth), kind=type(values[0]).__name__)
-
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
 
 
 class Maps(PythonType, name="dict", over=Lists):

@@ -367,9 +367,6 @@ class Tuples(PythonType, name="tuple", over=Records | Lists):
         is_list = not arrow.is_struct(self.storage_type)
         return super().getter(column, origin) if is_list else _tuple_reader(column.storage, origin)
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return tuple
-
     def form(self, kind: Any) -> Hashable:
         names = tuple(types_of_fields(self.storage_type)) if arrow.is_struct(self.storage_type) else ()
         return super().form(kind), names

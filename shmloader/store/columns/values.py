@@ -235,9 +235,6 @@ class Decimals(PythonType, name="decimal", over=Texts):
     def write(cls, values: list[decimal.Decimal], encoder: Any, depth: int) -> Any:
         return cls.around(buffers.texts_to_arrow(list(map(str, values))))
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return decimal.Decimal
-
 
 class Paths(PythonType, name="path", over=Texts):
     """Paths, as strings; ``kind`` is the class in ``pathlib``."""
@@ -248,9 +245,6 @@ class Paths(PythonType, name="path", over=Texts):
     def write(cls, values: list[pathlib.PurePath], encoder: Any, depth: int) -> Any:
         texts = unicode_to_arrow(list(map(str, values)), lambda value: is_unicode(str(value)))
         return cls.around(texts, kind=type(values[0]).__name__)
-
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
 
 
 class Uuids(PythonType, name="uuid", over=FixedOctets):
