@@ -135,9 +135,10 @@ class Kind:
     Attributes:
         takes: The Python types whose values it writes.
         is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
-        nests: Whether a value may be reached from itself.
+        nests: Whether a value may be reached from itself; such a kind is no leaf.
         nullable: Whether a column can have nulls beside its values.
         is_number: Whether its values are made as quickly as numbers.
+        EXACT: The only type of Arrow's with its id that it reads; None if it reads all.
     """
 
     takes: ClassVar[tuple[type[Any], ...]] = ()
@@ -145,6 +146,7 @@ class Kind:
     nests: ClassVar[bool] = False
     is_number: ClassVar[bool] = False
     nullable: bool = True
+    EXACT: ClassVar[Any] = None
 
     def __init_subclass__(
         cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
@@ -155,11 +157,10 @@ class Kind:
             arrow: The types of Arrow's that it reads; of types with parameters any one, see `fits`.
             where: Whether it writes the values of a type that no kind ``takes``.
         """
+        cls.is_leaf = cls.is_leaf and not cls.nests
         _TAKES.update(dict.fromkeys(vars(cls).get("takes", ()), cls))
         _TAKES_WHERE.extend([(where, cls)] if where else [])
         _BY_ID.update({kind if kind is None else kind.id: cls() for kind in arrow})
-
-    EXACT: ClassVar[Any] = None  # the only type of Arrow's with this id that it reads
 
     def fits(self, kind: Any) -> bool:
         """Whether it reads a type of Arrow's that has the id of its own."""
@@ -271,10 +272,8 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return cls(storage, **found)
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return False
-        assert isinstance(other, PythonType)
-        return bool(self.storage_type == other.storage_type) and self.parameters == other.parameters
+        is_alike = isinstance(other, type(self)) and self.parameters == other.parameters
+        return is_alike and bool(self.storage_type == other.storage_type)
 
     def __hash__(self) -> int:
         return hash((self.NAME, str(self.storage_type)))

@@ -87,7 +87,6 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
     """Lists, as the items of all, and the ends of each; of one length as `FixedLists`."""
 
     takes = (list,)
-    is_leaf = False
     nests = True
 
     @classmethod
@@ -190,7 +189,6 @@ class Sets(PythonType, name="set", over=Lists):
     """Sets or frozensets (``kind``), as lists."""
 
     takes = (set, frozenset)
-    is_leaf = False
     nests = True
 
     @classmethod

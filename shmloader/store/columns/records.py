@@ -152,7 +152,6 @@ class Records(Kind, arrow=[pa.struct([])]):
     """Dicts whose keys are texts, as structs; other dicts as `Maps`."""
 
     takes = (dict,)
-    is_leaf = False
     nests = True
 
     def fits(self, kind: Any) -> bool:
@@ -353,7 +352,6 @@ class Tuples(PythonType, name="tuple", over=Records | Lists):
     """Tuples: a struct where all have one length, else a list."""
 
     takes = (tuple,)
-    is_leaf = False
     nests = True
 
     @classmethod
@@ -375,7 +373,6 @@ class Tuples(PythonType, name="tuple", over=Records | Lists):
 class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_namedtuple):
     """namedtuples of the class ``python``, as a struct of their fields."""
 
-    is_leaf = False
     nests = True
 
     @classmethod
@@ -397,7 +394,6 @@ class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_na
 class Dataclasses(PythonType, name="dataclass", over=Records, where=is_plain_dataclass):
     """Instances of the dataclass ``python``: attributes, as dicts are kept."""
 
-    is_leaf = False
     nests = True
 
     @classmethod
