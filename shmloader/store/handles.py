@@ -77,15 +77,21 @@ class Fingerprint(NamedTuple):
                 "data opens the file by its path. Keep it until all workers have started, on a path that "
                 "every process sees"
             ) from None
-        now = Fingerprint.of(fd)  # not of the path, which may mean another file at any moment
-        if now != self:
+        try:
+            self.check(Fingerprint.of(fd), path)  # not of the path, which may mean another file at any moment
+        except LoaderError:
             os.close(fd)
-            raise LoaderError(
-                f"{path} has changed since data was mapped from it: then {self.nbytes:,} bytes, inode "
-                f"{self.inode}, written at {self.mtime_ns} ns; now {now.nbytes:,} bytes, inode "
-                f"{now.inode}, written at {now.mtime_ns} ns. Open it anew in the main process"
-            )
+            raise
         return fd
+
+    def check(self, now: Fingerprint, path: str) -> None:
+        """Raise LoaderError if the file that is there now is another one, or has been written to."""
+        if now != self:
+            raise LoaderError(
+                f"{path} was changed since it was opened: then {self.nbytes:,} bytes, inode {self.inode}, "
+                f"written at {self.mtime_ns} ns; now {now.nbytes:,} bytes, inode {now.inode}, written at "
+                f"{now.mtime_ns} ns. Open it anew in the main process"
+            )
 
 
 class MappedItems(NamedTuple):

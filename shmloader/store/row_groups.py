@@ -17,7 +17,6 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 from torch.utils.data import get_worker_info
 
-from shmloader.errors import LoaderError
 from shmloader.file_systems import FileSystem, file_system_of
 from shmloader.memory.limits import cores
 from shmloader.store.columns.records import Keys
@@ -185,12 +184,7 @@ class RowGroups:
             self._filesystem.opened.open_input_file(path) as source,
         ):
             now = Fingerprint.of(path) if is_local else Fingerprint(source.size(), 0, 0)
-            known = self._identities.setdefault(file, now)
-            if known != now:
-                raise LoaderError(
-                    f"{path} was changed since it was opened: it had {known.nbytes:,} bytes, and has "
-                    f"{now.nbytes:,}, of inode {now.inode}, written at {now.mtime_ns} ns. Open it anew"
-                )
+            self._identities.setdefault(file, now).check(now, path)
             yield source
 
 

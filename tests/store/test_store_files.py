@@ -125,7 +125,7 @@ def test_a_file_replaced_while_it_is_opened_is_not_mapped_with_the_old_length(
         return open_file(name, *arguments, **others)
 
     monkeypatch.setattr(os, "open", open_once_replaced)
-    with pytest.raises(LoaderError, match="has changed since data was mapped from it"):
+    with pytest.raises(LoaderError, match="was changed since it was opened"):
         open_store(path)
     assert open_store(path) == RECORDS
 
@@ -356,7 +356,7 @@ def test_a_file_that_has_changed_is_an_error_with_before_and_after(
     else:
         os.utime(path, (1, 1))
     with pytest.raises(
-        LoaderError, match=rf"has changed .* inode {inode}, .* now .* inode {path.stat().st_ino}"
+        LoaderError, match=rf"was changed .* inode {inode}, .* now .* inode {path.stat().st_ino}"
     ):
         pickle.loads(pickled)
     assert store[3] == data[3]
