@@ -46,8 +46,8 @@ class Chunks:
         classes: Classes that are known already.
 
     Attributes:
-        parts: The memory that each chunk lies in, and the chunk as a record batch; also apart, as
-            ``memories`` and ``batches``.
+        memories: The memory that each chunk lies in.
+        batches: Each chunk, as a record batch.
         buffer: The memory of all; for several files that of the first one.
         nbytes: Bytes of memory, or of the files.
         made_by: How other processes make the chunks: a function, and its arguments before the classes.
@@ -59,7 +59,8 @@ class Chunks:
         finder: Finds the classes that the columns name.
     """
 
-    parts: list[tuple[SharedBuffer, Any]]
+    memories: list[SharedBuffer]
+    batches: list[Any]
     buffer: SharedBuffer
     nbytes: int
     classes: InitVar[Classes]
@@ -70,8 +71,6 @@ class Chunks:
     sources: Sequence[str] = ()
 
     def __post_init__(self, classes: Classes) -> None:
-        self.memories = [memory for memory, _ in self.parts]
-        self.batches = [batch for _, batch in self.parts]
         self._columns: dict[int, Any] = {}  # made when asked for: a file may have very many batches
         self.starts: list[int] = [0, *accumulate(map(len, self.batches))]
         self.finder = ClassFinder(classes)
@@ -104,10 +103,11 @@ def chunks_in_memory(
     for begin, end, begin_of_body, end_of_body in places:
         stream = _ChunkSource(memory[begin:end], memory[begin_of_body:end_of_body])
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
-            batches.append((buffer, reader.read_next_batch()))
+            batches.append(reader.read_next_batch())
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
     made_by = chunks_in_memory, buffer, places, python_nbytes, links, sources
-    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
+    memories = [buffer] * len(batches)
+    return Chunks(memories, batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
 
 
 def items_of_rows(
@@ -121,17 +121,8 @@ def items_of_rows(
     """One chunk: the items of containers inside of other rows."""
     batch = pa.RecordBatch.from_arrays([items], schema=pa.schema([pa.field("", items.type)], COLUMN))
     made_by = items_of_rows, items, memory, links, pickles, source
-    return Chunks(
-        [(memory, batch)],
-        memory,
-        items.get_total_buffer_size(),
-        classes,
-        made_by,
-        0,
-        links,
-        pickles,
-        [source] * bool(source),
-    )
+    nbytes, sources = items.get_total_buffer_size(), [source] * bool(source)
+    return Chunks([memory], [batch], memory, nbytes, classes, made_by, 0, links, pickles, sources)
 
 
 class _ChunkSource:

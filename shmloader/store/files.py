@@ -332,7 +332,8 @@ def chunks_in_files(
     files: list[tuple[str, Fingerprint]], columns: Sequence[str] | None, pickles: bool, classes: Classes
 ) -> Chunks:
     """Chunks in mapped files: their record batches."""
-    batches: list[tuple[SharedBuffer, Any]] = []
+    batches: list[Any] = []
+    where: list[SharedBuffer] = []
     memories: list[FileBuffer] = []
     sources: list[str] = []
     for path, fingerprint in files:
@@ -345,8 +346,9 @@ def chunks_in_files(
                     if not all(memory.holds(buffer.address) for buffer in buffers):
                         raise _UnmappableError
                 if batch.num_rows:
-                    batches.append((memory, _chosen(batch, columns)))
+                    batches.append(_chosen(batch, columns))
+                    where.append(memory)
                     sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
-    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
+    return Chunks(where, batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)

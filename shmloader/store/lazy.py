@@ -289,8 +289,9 @@ class LazyStore(Store):
 
     def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)
-        parts: list[tuple[SharedBuffer, Any]] = [(memory, batch) for batch in batches]
-        chunks = Chunks(parts, memory, nbytes, self._finder.found, (), pickles=self._pickles, sources=sources)
+        where: list[SharedBuffer] = [memory] * len(batches)
+        found, pickles = self._finder.found, self._pickles
+        chunks = Chunks(where, batches, memory, nbytes, found, (), pickles=pickles, sources=sources)
         return RowStore(chunks, views=None)
 
     def _tell_of_waste(self) -> None:

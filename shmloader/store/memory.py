@@ -108,7 +108,8 @@ class MemoryWriter:
             return lambda _: value
         low, high = bounds_of(value)
         known = next((one for one in self._arrays if one[0] <= low and high <= one[1]), None)
-        if known is None and (high - low < value.nbytes or _is_contiguous(value)):
+        is_whole = value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous
+        if known is None and (is_whole or high - low < value.nbytes):
             memory = (ctypes.c_ubyte * (high - low)).from_address(low)
             known = low, high, self._append(memory)
             self._arrays.append(known)
@@ -150,10 +151,6 @@ class MemoryWriter:
         pa.default_memory_pool().release_unused()  # of the chunks while they were encoded: it may keep that
 
 
-def _is_contiguous(value: Any) -> bool:
-    return bool(value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous)
-
-
 def _view_of(value: Any, low: int, nbytes: int, offset: int) -> Make:
     """The function that makes an array or tensor anew, whose lowest byte lies at a place of the buffer."""
     make, layout = tensor_over if isinstance(value, torch.Tensor) else array_over, layout_of(value, low)
@@ -179,8 +176,7 @@ class Table:
         self.links: set[int] = set()
         self.sources: list[str] = []
         self._out = out
-        self._heads: list[bytes] = []
-        self._bodies: list[tuple[int, int]] = []
+        self._written: list[tuple[bytes, int, int]] = []  # the head of each chunk, and the place of its body
         self._streamed = streamed
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
@@ -226,8 +222,7 @@ class Table:
         with pa.ipc.new_stream(pa.PythonFile(stream, "w"), batch.schema) as writer:
             writer.write_batch(batch)
             stream.ended = True
-        self._heads.append(stream.head)
-        self._bodies.append((begin, self._out.nbytes))
+        self._written.append((stream.head, begin, self._out.nbytes))
         self.nbytes += self._out.nbytes - begin
         self.rows += len(batch)
         for field in batch.schema:
@@ -235,7 +230,7 @@ class Table:
 
     def end(self) -> None:
         """Append the heads of all chunks."""
-        for head, body in zip(self._heads, self._bodies, strict=True):
+        for head, *body in self._written:
             begin = self._out.append(head, alignment=8)
             self.places.append((begin, begin + len(head), *body))
 

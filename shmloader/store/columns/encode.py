@@ -43,7 +43,7 @@ from shmloader.store.columns.kind import (
     types_in,
 )
 from shmloader.store.columns.lists import Lists, list_over
-from shmloader.store.columns.mixed import MOST_KINDS, Dictionaries, Links, union_of
+from shmloader.store.columns.mixed import MOST_KINDS, Links, union_of
 from shmloader.store.columns.values import Octets, Pickles, Texts
 
 _MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a cycle that was not found
@@ -123,7 +123,8 @@ class ColumnEncoder:
         repeated = _repeated(values)
         if repeated is not None:
             places, different = repeated
-            return Dictionaries.write_places(places, self._each(kind, different, depth))
+            words = self._each(kind, different, depth)
+            return dictionary_inside(pa.DictionaryArray.from_arrays(places, words))
         return self._each(kind, values, depth)
 
     def _linked(self, link: int | None, kind: type[Kind], values: list[Any], depth: int) -> Any:

@@ -18,7 +18,6 @@ from shmloader.store.columns.kind import (
     Reader,
     Weights,
     children_of,
-    dictionary_inside,
     form_of_type,
     items_of,
     kind_of,
@@ -113,11 +112,6 @@ def union_of(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any,
 
 class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
     """Values that repeat, each once."""
-
-    @classmethod
-    def write_places(cls, places: Any, words: Any) -> Any:
-        """The column of the ``words`` at some places."""
-        return dictionary_inside(pa.DictionaryArray.from_arrays(places, words))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         words = column.dictionary
