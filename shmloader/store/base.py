@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast, overload
 
@@ -287,9 +288,9 @@ class Selection(Store):
         """The store's description for these rows; bytes in proportion, though memory is freed as a whole."""
         whole = self._store.describe()
         part = len(self._rows) / max(1, whole.rows)
-        return StoreDescription(
-            whole.kind, len(self._rows), round(whole.nbytes * part), round(whole.python_nbytes * part)
-        )
+        nbytes, python_nbytes = round(whole.nbytes * part), round(whole.python_nbytes * part)
+        fields = tuple(replace(field, nbytes=round(field.nbytes * part)) for field in whole.fields)
+        return StoreDescription(whole.kind, len(self._rows), nbytes, python_nbytes, fields)
 
     def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
         """See `ListMethods.items_between`."""

@@ -179,11 +179,6 @@ class KeyedStore(SharedObject):
         rows: StoreDescription = self.rows.describe()
         return replace(rows, kind=self.KIND)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of shared memory of the rows."""
-        return self.rows.nbytes  # type: ignore[no-any-return]
-
     def to_arrow(self) -> Any:
         """The members, or a ``pyarrow.Table`` with ``key`` and ``value``."""
         return self.rows.to_arrow()

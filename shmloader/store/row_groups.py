@@ -92,9 +92,6 @@ class RowGroups:
         """The state for pickling, without footers."""
         return vars(self) | {"_footers": {}}
 
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
     def rows(self, group: int) -> range:
         """The rows of a row group."""
         return range(self.starts[group], self.starts[group + 1])

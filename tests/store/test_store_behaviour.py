@@ -238,6 +238,15 @@ def test_the_description_tells_what_is_saved() -> None:
     assert what.nbytes == pytest.approx(20_000 * (30 + 4 + 1), rel=0.1)
 
 
+def test_the_description_of_a_slice_has_the_fields_in_proportion() -> None:
+    store = share([{"path": f"{n:030d}", "label": n} for n in range(1000)])
+    whole, half = store.describe(), store[::2].describe()
+    assert [(one.name, one.type) for one in half.fields] == [(one.name, one.type) for one in whole.fields]
+    assert [2 * one.nbytes for one in half.fields] == pytest.approx(
+        [one.nbytes for one in whole.fields], abs=1
+    )
+
+
 def test_a_tensor_has_a_storage_of_its_own_bytes() -> None:
     """Saving one sample does not write the store."""
     file = io.BytesIO()
