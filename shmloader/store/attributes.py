@@ -24,8 +24,9 @@ from shmloader.errors import NotSharedWarning, warn
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
 from shmloader.store import objects, static
 from shmloader.store.base import Store
-from shmloader.store.columns.encode import COLUMN, ColumnEncoder
+from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.key_hashes import hashes_of
+from shmloader.store.columns.kind import COLUMN
 from shmloader.store.graph import Graph, Node, blame_element
 from shmloader.store.handles import MappedFiles, is_shared, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index

@@ -18,7 +18,9 @@ _BLOCK_NBYTES = 1 << 20
 _RECORD = struct.Struct("<8sQI8s")  # mark, bytes before the checksums, CRC-32 of checksums and footer, mark
 _MARK = b"shmlCRC2"
 _ALIGNMENT = 64  # of the footer, which stays what it was
-_MAGICS = (b"ARROW1", b"PAR1")
+
+FILE_MAGIC, PARQUET_MAGIC = b"ARROW1", b"PAR1"
+"""The first and the last bytes of files: of Arrow IPC's file format, and of Parquet."""
 
 
 def add_checksums(file: BinaryIO) -> None:
@@ -65,7 +67,7 @@ def _begin_of_footer(file: BinaryIO) -> int:
     nbytes = file.seek(0, 2)
     file.seek(max(0, nbytes - 10))
     tail = file.read()
-    for magic in _MAGICS:
+    for magic in (FILE_MAGIC, PARQUET_MAGIC):
         if tail.endswith(magic) and nbytes >= 10:
             begin = nbytes - len(magic) - 4
             length = int.from_bytes(tail[-len(magic) - 4 : -len(magic)], "little")

@@ -16,8 +16,9 @@ from typing import Any
 import pyarrow as pa
 
 from shmloader.store.columns.classes import Classes, ClassFinder
-from shmloader.store.columns.encode import COLUMN, ColumnEncoder
+from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.kind import (
+    COLUMN,
     Origin,
     Reader,
     Views,

@@ -21,7 +21,7 @@ from pyarrow import types as arrow
 
 from shmloader.errors import LoaderError
 from shmloader.memory.mapping import make_writable
-from shmloader.store.checksums import check
+from shmloader.store.checksums import FILE_MAGIC, PARQUET_MAGIC, check
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_in
@@ -43,7 +43,7 @@ _DICTIONARY_SHARE = 8  # a batch is so many times as large as its dictionaries
 _MOST_VERIFIED_NBYTES = 64 << 20  # of mapped files, where nobody asked for it: some 50 ms
 _READ_NBYTES = 1 << 20  # at a time; else Arrow reads a whole column of a row group
 
-_PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 
 def open_store(
@@ -88,7 +88,7 @@ def check_files(paths: Sequence[str], verify: bool | None) -> None:
     is_small = sum(Path(path).stat().st_size for path in paths) <= _MOST_VERIFIED_NBYTES
     for path in paths:
         with naming(path):
-            is_read = verify or is_small or _magic_of(path) == _PARQUET_MAGIC
+            is_read = verify or is_small or _magic_of(path) == PARQUET_MAGIC
             if is_read and not check(path) and verify:
                 raise ValueError(f"{path} has no checksums, which store.save writes: leave verify=True out")
 
@@ -157,8 +157,8 @@ def naming(name: str, *, is_remote: bool = False) -> Iterator[None]:
 
 def _magic_of(path: str) -> bytes:
     with Path(path).open("rb") as file:
-        begin = file.read(len(_FILE_MAGIC))
-    for magic in (_PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC):
+        begin = file.read(len(FILE_MAGIC))
+    for magic in (PARQUET_MAGIC, FILE_MAGIC, _STREAM_MAGIC):
         if begin.startswith(magic):
             return magic
     raise ValueError(
@@ -168,7 +168,7 @@ def _magic_of(path: str) -> bytes:
 
 
 def _schema_of(path: str) -> Any:
-    if _magic_of(path) == _PARQUET_MAGIC:
+    if _magic_of(path) == PARQUET_MAGIC:
         return pq.read_schema(path)
     return _reader_of(FileBuffer(path, Fingerprint.of(path))).schema
 
@@ -208,7 +208,7 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, all
 
 
 def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:
-    if all(_magic_of(path) != _PARQUET_MAGIC for path in paths):
+    if all(_magic_of(path) != PARQUET_MAGIC for path in paths):
         with naming(paths[0]), contextlib.suppress(_UnmappableError):
             return chunks_in_files(
                 [(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle, {}
@@ -232,7 +232,7 @@ class _UnmappableError(Exception):
 
 def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     """The batches of a file that cannot be mapped, one by one."""
-    if _magic_of(path) == _PARQUET_MAGIC:
+    if _magic_of(path) == PARQUET_MAGIC:
         with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as parquet:
             chosen = None if columns is None else [*columns, Keys.NAME]
             if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
@@ -277,8 +277,8 @@ def _is_over_dictionary(kind: Any) -> bool:
 
 def _reader_of(memory: FileBuffer) -> Any:
     """Arrow's reader of an IPC file or stream."""
-    whole, begin = pa.py_buffer(memory.view), memory.view[: len(_FILE_MAGIC)]
-    return pa.ipc.open_file(whole) if begin == _FILE_MAGIC else pa.ipc.open_stream(whole)
+    whole, begin = pa.py_buffer(memory.view), memory.view[: len(FILE_MAGIC)]
+    return pa.ipc.open_file(whole) if begin == FILE_MAGIC else pa.ipc.open_stream(whole)
 
 
 def _batches_in(memory: FileBuffer) -> Iterator[Any]:

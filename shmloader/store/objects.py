@@ -59,23 +59,20 @@ _TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
 _DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
 # Never walked through: they are not data, or their attributes do not show what belongs to them.
 _CLOSED = (
     torch.nn.Module,
     logging.Logger,
     multiprocessing.process.BaseProcess,
     threading.Thread,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
+    *_CODE,
     *_DATA,
 )
 _SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
 # By ``id``: a metaclass may define how its classes are compared.
 _PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
 _PLAIN |= {id(set): set, id(frozenset): set}
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
 _WITHOUT_MEANING = set(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()

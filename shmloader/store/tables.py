@@ -18,13 +18,10 @@ from pyarrow import types as arrow
 
 from shmloader.store.checksums import add_checksums
 from shmloader.store.columns.encode import ColumnEncoder, decoded_inside, joined
-from shmloader.store.columns.kind import VERSION, types_in
+from shmloader.store.columns.kind import FORM, VERSION, types_in
 
 IPC, PARQUET = (".arrow", ".ipc", ".feather"), (".parquet", ".pq")
 """Suffixes of files."""
-
-FORM = b"shmloader"
-"""Key of the schema's metadata."""
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bytes, list, dict, set, tuple, Counter)}
 """Makers of missing values that a file can name."""

@@ -29,6 +29,7 @@ from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.buffers import mask_of, numbers_to_arrow
 from shmloader.store.columns.classes import name_of_class
 from shmloader.store.columns.kind import (
+    COLUMN,
     Kind,
     Origin,
     PythonType,
@@ -56,9 +57,6 @@ _MOST_REFERENCES = 1000  # that are followed from a value before it counts as fr
 
 Place = tuple[int, int]
 """A row of a container that was written before: the number of the container, and of the row."""
-
-COLUMN = {b"shmloader": b'{"rows": "column", "version": 1}'}
-"""Metadata of a schema whose one column has the rows."""
 
 
 class ColumnEncoder:

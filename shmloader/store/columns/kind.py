@@ -30,6 +30,12 @@ from shmloader.store.sealed_buffer import SharedBuffer
 VERSION = 1
 """The version of the JSON object; files with a larger one are refused."""
 
+FORM = b"shmloader"
+"""Key of the metadata by which a schema tells what its rows are."""
+
+COLUMN = {FORM: json.dumps({"rows": "column", "version": VERSION}).encode()}
+"""Metadata of a schema whose one column has the rows."""
+
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number in the column."""
 
