@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmloader.errors import LoaderError, ShareTimeout
@@ -334,26 +335,12 @@ def _attach(fds: list[int]) -> list[SharedBuffer]:
 # What keeps the server alive.
 
 
-class _Hold:
-    """This process's connection to the server, closed when the last buffer of the object is gone.
-
-    It is a bare descriptor, since a socket object that is not closed warns.
-    """
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._fd = connection.detach()
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self._fd)
-
-
 def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
+    """Keep this process's connection to the server open until the last buffer of the object is gone."""
+    fd = connection.detach()
     if not buffers:  # there is no end to wait for: it stays open as long as this process
-        connection.detach()
         return
-    hold = _Hold(connection)
+    hold = Connection(fd)  # closes it at its end; a socket that is not closed warns then
     for buffer in buffers:
         # The finalizer's arguments are what holds: nothing runs when it is called.
         weakref.finalize(buffer, lambda _: None, hold).atexit = False
