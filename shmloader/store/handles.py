@@ -386,7 +386,7 @@ class _Packer(pickle.Pickler):
         self._buffers = buffers
         self._numbers: dict[int, int] = {}
         self._files = MappedFiles()
-        self._reducers = ForkingPickler(file).dispatch_table
+        self._reducers = dict(ForkingPickler(file).dispatch_table)
 
     def persistent_id(self, value: Any) -> int | None:
         """See ``pickle.Pickler``: buffers stay out of the pickle."""

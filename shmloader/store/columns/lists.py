@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -57,22 +59,28 @@ def _numbers_in(items: Any) -> memoryview[Any] | None:
 
 
 def built_or_view(
-    build: Reader, make: MakeView, ends: Sequence[int], contents: Weights, heaviest: int
+    build: Callable[[Origin], Reader],
+    make: MakeView,
+    ends: Sequence[int],
+    contents: Weights,
+    origin: Origin,
+    heaviest: int,
 ) -> Reader:
     """The reader of containers of which heavy ones are views.
 
     Args:
-        build: Reads one as a list or dict.
+        build: Gives the function that reads one as a list or dict, by the way to read what it holds.
         make: Makes the view of one.
         ends: The places where the items of each row begin, and those of the last one end.
         contents: The weight of what each holds.
+        origin: The way to read the column.
         heaviest: The weight up to which they are built.
     """
-    heavy = np.flatnonzero(np.broadcast_to(contents, len(ends) - 1) > heaviest)
-    if not len(heavy):
-        return build
-    views = frozenset(heavy.tolist())
-    return lambda i: make(ends[i], ends[i + 1]) if i in views else build(i)
+    weights = np.broadcast_to(contents, len(ends) - 1)
+    if origin.views is None or weights.max(initial=0) <= min(MOST_BUILT, origin.views.heaviest_dict):
+        return build(replace(origin, views=None))  # nor is anything inside of them heavy
+    read, heavy = build(origin), frozenset(np.flatnonzero(weights > heaviest).tolist())
+    return lambda i: make(ends[i], ends[i + 1]) if i in heavy else read(i)
 
 
 def weights_between(ends: Sequence[int], items: Weights) -> Weights:
@@ -97,11 +105,10 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
         return lists_to_arrow(lengths, items)
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        build = self._builder(column, origin)
         if origin.views is None:
-            return build
-        make = origin.views.of_lists(column.values, origin)
-        return built_or_view(build, make, self._ends(column), self._contents(column), MOST_BUILT)
+            return self._builder(column, origin)
+        build, make = partial(self._builder, column), origin.views.of_lists(column.values, origin)
+        return built_or_view(build, make, self._ends(column), self._contents(column), origin, MOST_BUILT)
 
     def _builder(self, column: Any, origin: Origin) -> Reader:
         """The reader that makes whole lists."""
@@ -223,6 +230,15 @@ class Maps(PythonType, name="dict", over=Lists):
             raise ValueError(f"dicts over {self.storage_type} mean nothing")
 
     def getter(self, column: Any, origin: Origin) -> Reader:
+        views = origin.views
+        if views is None:
+            return self._builder(column, origin)
+        build, make = partial(self._builder, column), views.of_dicts(column.storage.values, origin)
+        ends, contents = ends_of(column.storage), self._contents(column)
+        return built_or_view(build, make, ends, contents, origin, views.heaviest_dict)
+
+    @staticmethod
+    def _builder(column: Any, origin: Origin) -> Reader:
         ends, pairs = ends_of(column.storage), column.storage.values
         key, value = (reader_of(pairs.field(number), origin) for number in (0, 1))
 
@@ -230,11 +246,7 @@ class Maps(PythonType, name="dict", over=Lists):
             part = range(ends[i], ends[i + 1])
             return dict(zip(map(key, part), map(value, part), strict=True))
 
-        views = origin.views
-        if views is None:
-            return build
-        make = views.of_dicts(pairs, origin)
-        return built_or_view(build, make, ends, self._contents(column), views.heaviest_dict)
+        return build
 
     @staticmethod
     def _contents(column: Any) -> Weights:
