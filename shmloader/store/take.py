@@ -21,7 +21,7 @@ from shmloader.codec.array_kinds import (
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import NUMBERS
-from shmloader.store.columns.buffers import octets_of
+from shmloader.store.columns.buffers import bits_of
 from shmloader.store.columns.classes import is_plain_namedtuple
 from shmloader.store.columns.kind import Block, kind_of, storage_of
 from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
@@ -295,13 +295,10 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
         if not is_first or len(block.items) != rows or not is_inside:
             return None
         if storage.null_count:
-            bits = np.asarray(octets_of(storage, 0))[
-                storage.offset >> 3 : (storage.offset + len(column) + 7) >> 3
-            ]
-            is_whole = len(bits) * 8 >= (storage.offset & 7) + len(column)
-            if not is_whole or not memory.holds(_address(bits), bits.nbytes):
+            bits, bit = bits_of(storage, 0), storage.offset & 7
+            if len(bits) * 8 < bit + len(column) or not memory.holds(_address(bits), bits.nbytes):
                 return None
-            valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=storage.offset & 7)
+            valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=bit)
     nulls = _Pieces(valid, chunks) if valid else None
     return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
 

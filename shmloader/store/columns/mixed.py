@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array
-from shmloader.store.columns.buffers import numbers_of, numbers_to_arrow, octets_of
+from shmloader.store.columns.buffers import bits_of, numbers_of, numbers_to_arrow
 from shmloader.store.columns.kind import (
     Kind,
     Origin,
@@ -127,8 +127,8 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
         weights = weights_at(weights_of(column.dictionary), np.asarray(items_of(indices, nulls=False)))
         if isinstance(weights, int) or not indices.null_count:
             return weights
-        bits = np.unpackbits(np.asarray(octets_of(indices, 0)), bitorder="little")
-        return weights * bits[indices.offset : indices.offset + len(indices)]
+        bits = np.unpackbits(bits_of(indices, 0), bitorder="little")
+        return weights * bits[indices.offset & 7 :][: len(indices)]
 
     def form(self, kind: Any) -> Hashable:
         return form_of_type(kind.value_type)

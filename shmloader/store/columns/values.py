@@ -146,10 +146,8 @@ class Bools(Kind, arrow=[pa.bool_()]):
         return read
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block:
-        octets = np.asarray(buffers.octets_of(column, 1))[
-            column.offset >> 3 : (column.offset + len(column) + 7) >> 3
-        ]
-        return Block(octets, KIND_OF_SCALAR[bool], np.ndarray.tolist, bit=column.offset & 7)
+        kind, bit = KIND_OF_SCALAR[bool], column.offset & 7
+        return Block(buffers.bits_of(column, 1), kind, np.ndarray.tolist, bit=bit)
 
 
 class Texts(_Castable, arrow=[pa.string(), pa.large_string()]):
