@@ -262,5 +262,6 @@ DAMAGES: tuple[type[Exception], ...] = (
     OSError,
     RecursionError,
     MemoryError,
+    SystemError,  # of NumPy, for texts of its own that are not Unicode
 )
 """Errors that reading a damaged column may raise. An IndexError must not pass for the end of the store."""

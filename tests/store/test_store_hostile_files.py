@@ -19,7 +19,7 @@ from store_samples import Person
 
 import shmloader
 from shmloader import share
-from shmloader.store.columns.arrays import Arrays
+from shmloader.store.columns.arrays import Arrays, Scalars
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Dataclasses, Namedtuples
 from shmloader.store.columns.values import Decimals, Enums, Pickles
@@ -227,6 +227,9 @@ HOSTILE: dict[str, Any] = {
     "links": lambda: Links(pa.int8(), link=0).wrap(pa.array([0], pa.int8())),
     "a tensor of no dtype": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os").wrap(
         pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    ),
+    "a text that is not Unicode": lambda: Scalars(pa.binary(4), dtype="<U1").wrap(
+        pa.array([b"\xff" * 4], pa.binary(4))
     ),
     "a decimal that is no number": lambda: Decimals(pa.string()).wrap(pa.array(["1.5.2"])),
 }
