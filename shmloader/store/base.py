@@ -20,7 +20,7 @@ from shmloader.store.list_methods import ListMethods, RowT_co
 from shmloader.store.memory import share_array
 from shmloader.store.ranges import Rows
 from shmloader.store.read_only import ReadOnly
-from shmloader.store.tables import save
+from shmloader.store.saving import save
 
 _INT64 = np.dtype(np.int64)
 _SENT_BY_HANDLE_NBYTES = 1 << 16  # of the numbers of selected rows

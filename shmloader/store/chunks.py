@@ -30,8 +30,8 @@ from shmloader.store.columns.kind import (
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import has_field, structs_of, types_of_fields
 from shmloader.store.handles import reduce_arrow_buffer, register
+from shmloader.store.saving import form_of
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import form_of
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since `handles` does not import pyarrow
 

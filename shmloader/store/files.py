@@ -32,8 +32,8 @@ from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
+from shmloader.store.saving import FACTORIES, IPC, PARQUET, form_of
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import FACTORIES, IPC, PARQUET, form_of
 
 FilePath = str | os.PathLike[str]
 

@@ -23,8 +23,8 @@ from shmloader.store.columns.key_hashes import HASH_BITS, Numbers, hash_of, hash
 from shmloader.store.description import StoreDescription, describe_rows
 from shmloader.store.list_methods import equal
 from shmloader.store.memory import MemoryWriter
+from shmloader.store.saving import form_of_mapping
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import form_of_mapping
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar

@@ -22,7 +22,7 @@ from shmloader.memory.limits import cores
 from shmloader.store.columns.records import Keys
 from shmloader.store.files import checked_rows, files_of, naming
 from shmloader.store.handles import Fingerprint
-from shmloader.store.tables import PARQUET
+from shmloader.store.saving import PARQUET
 
 _MOST_AT_ONCE = 8  # parts, or footers, that are read at the same time
 _MOST_FOOTERS = 64  # that a process keeps

@@ -1,4 +1,4 @@
-"""Stores as files: ordinary Arrow IPC or Parquet."""
+"""Stores saved as files: ordinary Arrow IPC or Parquet, with metadata that tells what the rows are."""
 
 from __future__ import annotations
 
