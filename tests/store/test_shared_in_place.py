@@ -381,6 +381,8 @@ def test_share_itself_never_writes_to_the_original() -> None:
 
 # The way back.
 
+SET_CHANGES = "ior iand isub ixor".split()
+
 
 @pytest.mark.parametrize(
     ("write", "error"),
@@ -408,6 +410,24 @@ def test_methods_of_every_class_that_is_shared_name_the_way_back() -> None:
     for store, name in ((queue, "rotate"), (queue, "appendleft"), (counts, "most_common")):
         with pytest.raises(AttributeError, match=r"shmloader\.unshare"):
             getattr(store, name)
+
+
+@pytest.mark.parametrize(
+    ("plain", "change"),
+    [
+        (texts(), lambda data: operator.imul(data, 2)),
+        (dict.fromkeys(texts(), 1), lambda data: operator.ior(data, {"more": 1})),
+        *[
+            (set(texts()), lambda data, name=name: getattr(operator, name)(data, {"more"}))
+            for name in SET_CHANGES
+        ],
+    ],
+    ids=["imul", "ior of a dict", *SET_CHANGES],
+)
+def test_an_operator_that_would_change_the_data_makes_no_copy_of_it(plain: Any, change: Any) -> None:
+    """Python would take ``|`` for ``|=``, and put a dict of this process in the place of the shared one."""
+    with pytest.raises(TypeError, match=r"does not support .=: .*shmloader\.unshare"):
+        change(share(plain))
 
 
 def operator_setitem(rows: Any, index: int, value: Any) -> None:
