@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from shmloader.errors import warn
 from shmloader.file_systems import FileSystem
-from shmloader.store.base import Store, row_array, row_numbers
+from shmloader.store.base import Store, row_array
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import types_in
@@ -137,7 +137,9 @@ class LazyStore(Store):
         return part.store.row(index + part.shifts[group])
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        numbers = np.array(row_numbers(indices, len(self)), np.int64)
+        numbers = row_array(indices, len(self))
+        if not len(numbers):
+            return []
         found: list[Any] = [None] * len(numbers)
         group_of = self._group_of(numbers)
         for portion in self._portions(np.unique(group_of).tolist()):

@@ -52,6 +52,7 @@ def test_rows_are_those_of_the_store_in_memory(
         lazy.take([0, 90])
     assert as_text(pickle.loads(pickle.dumps(lazy))[50]) == as_text(rows[50])
     assert as_text(lazy.take([])) == as_text(store.take([]))
+    assert lazy.__getitems__([]) == []
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:

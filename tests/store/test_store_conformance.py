@@ -3,6 +3,7 @@
 import datetime as dt
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from store_samples import Colour, Custom, Frozen, Person, Point
 
+import shmloader
 from shmloader import share
 from shmloader.store import Store
 from shmloader.store import testing as conformance
@@ -109,6 +111,19 @@ def test_every_kind_of_store_conforms(kind: str) -> None:
     store, rows = KINDS[kind]()
     for check in conformance.CHECKS:
         check(store, rows)
+
+
+def sample(n: int) -> dict[str, Any]:
+    return {"n": n, "text": str(n), "array": np.arange(n % 5), "tensor": torch.full((2,), n)}
+
+
+@pytest.mark.parametrize("how", [{}, {"lazy": True}, {"lazy": True, "cache_nbytes": 1}], ids=str)
+def test_stores_of_files_conform(how: dict[str, Any], tmp_path: Path) -> None:
+    rows = [sample(n) for n in range(N)]
+    name = "x.parquet" if how else "x.arrow"
+    share(rows).save(tmp_path / name)
+    for check in conformance.CHECKS:
+        check(shmloader.open(tmp_path / name, **how), rows)
 
 
 class Wrong(RowStore):

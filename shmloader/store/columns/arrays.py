@@ -252,12 +252,11 @@ def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:
         return np.empty(0, kind.dtype)
-    source, offset = buffer, 0
+    source, offset = memoryview(buffer).toreadonly(), 0  # Arrow's own memory may be written to
     if kind.torch_dtype is not None and memory is not None and memory.holds(buffer.address):
         source, offset = memory.private, buffer.address - memory.address
+    elif kind.torch_dtype is not None:
+        source = memoryview(bytearray(source))
     nbytes = (len(values) + values.offset) * values.type.bit_width // 8
     # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.
-    flat = np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
-    if kind.torch_dtype is None:
-        flat.setflags(write=False)  # also in memory of Arrow's own, which may be written
-    return flat if kind.torch_dtype is None or flat.flags.writeable else flat.copy()
+    return np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
