@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -166,6 +166,7 @@ def field_of(column: Any, name: str | int) -> Any:
     raise KeyError(name)
 
 
+@dataclass(eq=False, repr=False)
 class Column:
     """One field of the rows of all chunks, or the rows themselves; a call with a row's number reads that row.
 
@@ -182,16 +183,16 @@ class Column:
             the starts. Both ends stay None: no such row.
     """
 
-    def __init__(
-        self, chunks: Chunks, path: Path = (), *, copy: bool = False, views: Views | None = None
-    ) -> None:
-        self.chunks = chunks
-        self.path = path
-        self.copy = copy
-        self.views = views
-        self.starts = chunks.starts
+    chunks: Chunks
+    path: Path = ()
+    copy: bool = False
+    views: Views | None = None
+
+    def __post_init__(self) -> None:
+        self.starts = self.chunks.starts
         self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
-        self._links = {link: Column(linked, copy=copy, views=views) for link, linked in chunks.links.items()}
+        links = self.chunks.links.items()
+        self._links = {link: replace(self, chunks=linked, path=()) for link, linked in links}
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -208,7 +209,7 @@ class Column:
 
     def field(self, name: str | int) -> Column:
         """A field of these rows."""
-        return Column(self.chunks, (*self.path, name), copy=self.copy, views=self.views)
+        return replace(self, path=(*self.path, name))
 
     def array(self, chunk: int) -> Any:
         """The values of a chunk; KeyError if not all rows have the field."""
@@ -228,7 +229,7 @@ class Column:
     def _plain(self, chunk: int, array: Any) -> Any:
         if not find_types(array.type, Links):
             return array
-        read = reader_of(array, Column(self.chunks, copy=self.copy).origin(chunk))  # without views
+        read = reader_of(array, replace(self, views=None).origin(chunk))
         return ColumnEncoder().encode(list(map(read, range(len(array)))))
 
     def origin(self, chunk: int) -> Origin:

@@ -77,8 +77,7 @@ class RowStore(Store):
     ) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
-        self._column = Column(chunks, path, copy=copy, views=views)
-        self._views = views
+        self._column = Column(chunks, path, copy, views)
         self._gather: ColumnGatherer | None = None
         self._blocks: dict[int, Block | None] = {}
         self._fields: dict[str | int, RowStore] = {}
@@ -155,7 +154,7 @@ class RowStore(Store):
         """A field of all rows, as a store; the same one each time, since looking at all chunks takes long."""
         if (known := self._fields.get(name)) is not None:
             return known
-        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy, self._views)
+        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy, self._column.views)
         try:
             if not len(self):
                 raise KeyError(name)
@@ -248,7 +247,8 @@ class RowStore(Store):
             self._raise(error)
 
     def __reduce__(self) -> Any:
-        return RowStore, (self.chunks, self._column.path, self._column.copy, self._views)
+        column = self._column
+        return RowStore, (self.chunks, column.path, column.copy, column.views)
 
 
 DAMAGES: tuple[type[Exception], ...] = (
