@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -129,6 +130,9 @@ def _replacing(target: Path) -> Iterator[Any]:
         folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems have no such thing for folders
+                raise
         finally:
             os.close(folder)
     except OSError as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import decimal
+import errno
 import json
 import os
 import pickle
+import stat
 import subprocess
 import sys
 import types
@@ -407,6 +409,21 @@ def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["data.arrow"]
     assert list(open_store(path, allow_pickle=True)) == RECORDS
+
+
+def test_a_file_system_that_syncs_no_folders_takes_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def of_files(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    share(RECORDS).save(tmp_path / "data.arrow")
+    assert list(open_store(tmp_path / "data.arrow", allow_pickle=True)) == RECORDS
 
 
 @pytest.mark.parametrize("exists", [True, False])
