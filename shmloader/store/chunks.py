@@ -95,6 +95,7 @@ def chunks_in_memory(
     places: list[tuple[int, ...]],
     python_nbytes: int,
     links: Mapping[int, Chunks],
+    pickles: bool,
     sources: Sequence[str],
     classes: Classes,
 ) -> Chunks:
@@ -106,9 +107,9 @@ def chunks_in_memory(
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
             batches.append(reader.read_next_batch())
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
-    made_by = chunks_in_memory, buffer, places, python_nbytes, links, sources
-    memories = [buffer] * len(batches)
-    return Chunks(memories, batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
+    told = python_nbytes, links, pickles, sources
+    made_by = chunks_in_memory, buffer, places, *told
+    return Chunks([buffer] * len(batches), batches, buffer, nbytes, classes, made_by, *told)
 
 
 def items_of_rows(

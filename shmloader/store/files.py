@@ -221,9 +221,7 @@ def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bo
                     batch.validate(full=True)
                     table.append_batch(batch)
                     table.sources.append(path)
-        unpacked = writer.chunks(table, writer.seal())
-    unpacked.pickles = allow_pickle
-    return unpacked
+        return writer.chunks(table, writer.seal(), pickles=allow_pickle)
 
 
 class _UnmappableError(Exception):

@@ -88,13 +88,14 @@ class MemoryWriter:
                 self._earlier.setdefault(id(row), (link, number))
         self._alive.append(rows)
 
-    def chunks(self, table: Table, buffer: SharedBuffer) -> Chunks:
-        """The chunks of a table, once the memory is sealed."""
+    def chunks(self, table: Table, buffer: SharedBuffer, *, pickles: bool = True) -> Chunks:
+        """The chunks of a table, once the memory is sealed; ``pickles`` says whether any may be read."""
         number = self._tables.index(table)
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
+            nbytes, classes = table.python_nbytes, table.encoder.classes
             self._made[number] = chunks_in_memory(
-                buffer, table.places, table.python_nbytes, links, table.sources, table.encoder.classes
+                buffer, table.places, nbytes, links, pickles, table.sources, classes
             )
         return self._made[number]
 

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
 import pytest
 from store_samples import Person
 
@@ -23,6 +25,7 @@ from shmloader.store.columns.arrays import Arrays, Scalars
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Dataclasses, Namedtuples
 from shmloader.store.columns.values import Decimals, Enums, Pickles
+from shmloader.store.handles import pack, unpack
 
 
 class Bomb:
@@ -50,6 +53,25 @@ def test_pickled_values_are_read_only_where_that_is_allowed(
         shmloader.open(path)
     assert shmloader.open(path, columns=["a"])[2] == {"a": 1}
     assert shmloader.open(path, allow_pickle=True)[1] == {"a": 1, "b": 1j}
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_pickled_values_of_a_file_that_was_exchanged_after_the_check_are_read_by_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    column = Pickles(pa.binary(), types=["x"]).wrap(pa.array([pickle.dumps(Bomb())]))
+    table = pa.table({"a": column})
+    if suffix == "arrow":
+        pa.feather.write_feather(table, "bomb.arrow", compression="uncompressed")
+    else:
+        pq.write_table(table, "bomb.parquet")
+    monkeypatch.setattr("shmloader.store.files._check_columns", lambda *_, **__: None)
+    store = shmloader.open(f"bomb.{suffix}")
+    for one in (store, unpack(*pack(store))):
+        with pytest.raises(pickle.UnpicklingError):
+            one[0]
     assert not (tmp_path / "exploded").exists()
 
 
