@@ -145,7 +145,8 @@ def naming(name: str, *, is_remote: bool = False) -> Iterator[None]:
     try:
         yield
     except DAMAGES as error:
-        of_the_system = isinstance(error, OSError) and error.errno is not None
+        is_refusal = isinstance(error, FileNotFoundError | PermissionError)  # of fsspec without a number
+        of_the_system = is_refusal or (isinstance(error, OSError) and error.errno is not None)
         if name in str(error) or of_the_system or isinstance(error, LoaderError):
             raise
         kind = OSError if is_remote and isinstance(error, OSError) else ValueError

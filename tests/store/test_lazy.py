@@ -350,6 +350,15 @@ def test_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
     assert lazy[150] == lazy[50]
 
 
+def test_a_file_of_fsspec_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/gone/a.parquet", write_columns(tmp_path / "a.parquet", 100, 10).read_bytes())
+    lazy = shmloader.open("/gone/a.parquet", lazy=True, filesystem=memory)
+    memory.rm("/gone", recursive=True)
+    with pytest.raises(FileNotFoundError, match=r"gone/a\.parquet"):
+        lazy[5]
+
+
 def test_the_program_of_the_page_resumes_to_the_row(tmp_path: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "larger-than-memory.md"
     found = re.search(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
