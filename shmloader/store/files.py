@@ -28,6 +28,7 @@ from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Keys
 from shmloader.store.columns.values import Pickles
+from shmloader.store.description import listed
 from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
@@ -114,8 +115,8 @@ def checked_rows(
         )
         if one != paths[0] and not is_alike:
             raise ValueError(
-                f"{one} has other rows than {paths[0]}: {new_form['rows']} of {', '.join(new_names)} "
-                f"instead of {form['rows']} of {', '.join(names)}"
+                f"{one} has other rows than {paths[0]}: {new_form['rows']} of {listed(new_names)} "
+                f"instead of {form['rows']} of {listed(names)}"
             )
         names, form = new_names, new_form
     if columns is not None and form["rows"] != "table":
@@ -190,7 +191,7 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, all
     fields = [field for field in schema if columns is None or field.name in columns]
     for name in columns or ():
         if schema.names.count(name) != 1:
-            raise KeyError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
+            raise KeyError(f"{path} has no column {name!r}; it has {listed(schema.names)}")
     if columns is not None and len(set(columns)) < len(columns):
         raise ValueError(f"columns={list(columns)!r} for {path} name one more than once")
     pickled = [name or "rows" for field in fields for name, _ in find_types(field.type, Pickles, field.name)]

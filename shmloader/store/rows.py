@@ -12,13 +12,12 @@ import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.errors import LoaderError
-from shmloader.messages import shorten
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
 from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, block_of, find_types
 from shmloader.store.columns.values import Pickles
-from shmloader.store.description import StoreDescription, describe_columns
+from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import ColumnGatherer, tuple_shape
 from shmloader.store.views import DictView, ListView, Pairs
@@ -41,7 +40,6 @@ class RowViews(NamedTuple):
         return lambda begin, end: DictView(made(), _part(begin, end, len(pairs)))
 
 
-_MOST_NAMED = 1000  # characters of fields in a message
 _HEAVIEST_INNER_DICT = 1 << 10
 """Of dicts that a view of a dict holds: so a trie is walked without building what is below a node."""
 
@@ -170,10 +168,9 @@ class RowStore(Store):
         names = [one.name for one in what.fields if one.name]
         if not names:
             return f"They are of kind {what.kind!r} and have no fields: store[number] is a row"
-        listed = shorten(", ".join(map(repr, names)), _MOST_NAMED)
         return (
-            f"The fields: {listed}. Rows that are pickled, or that lack one, keep it from being a column: "
-            "store.describe() says which are, and why"
+            f"The fields: {listed(names)}. Rows that are pickled, or that lack one, keep it from being a "
+            "column: store.describe() says which are, and why"
         )
 
     def plain(self) -> RowStore:

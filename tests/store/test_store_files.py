@@ -552,6 +552,13 @@ def test_a_name_instead_of_a_list_of_columns_is_refused(tmp_path: Path) -> None:
         open_store(tmp_path / "a.arrow", columns="ab")
 
 
+def test_a_column_that_a_wide_file_lacks_is_named_in_a_short_message(tmp_path: Path) -> None:
+    share([{f"column {n}": n for n in range(3000)}]).save(tmp_path / "a.arrow")
+    with pytest.raises(KeyError, match="has no column 'b'; it has 'column 0', 'column 1'") as raised:
+        open_store(tmp_path / "a.arrow", columns=["b"])
+    assert len(str(raised.value)) < 1500
+
+
 GONE = """
 import collections, dataclasses, enum
 Colour = enum.Enum("Colour", "RED BLUE", module=__name__)
