@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,6 +23,7 @@ from shmloader.store.columns.kind import (
     PythonType,
     Reader,
     United,
+    Views,
     Weights,
     items_of,
     kind_of,
@@ -58,31 +58,6 @@ def _numbers_in(items: Any) -> memoryview[Any] | None:
     return found if isinstance(found, memoryview) else None
 
 
-def built_or_view(
-    build: Callable[[Origin], Reader],
-    make: MakeView,
-    ends: Sequence[int],
-    contents: Weights,
-    origin: Origin,
-    heaviest: int,
-) -> Reader:
-    """The reader of containers of which heavy ones are views.
-
-    Args:
-        build: Gives the function that reads one as a list or dict, by the way to read what it holds.
-        make: Makes the view of one.
-        ends: The places where the items of each row begin, and those of the last one end.
-        contents: The weight of what each holds.
-        origin: The way to read the column.
-        heaviest: The weight up to which they are built.
-    """
-    weights = np.broadcast_to(contents, len(ends) - 1)
-    if origin.views is None or weights.max(initial=0) <= min(MOST_BUILT, origin.views.heaviest_dict):
-        return build(replace(origin, views=None))  # nor is anything inside of them heavy
-    read, heavy = build(origin), frozenset(np.flatnonzero(weights > heaviest).tolist())
-    return lambda i: make(ends[i], ends[i + 1]) if i in heavy else read(i)
-
-
 def weights_between(ends: Sequence[int], items: Weights) -> Weights:
     """The weight of the items of each container, which have these ends."""
     places = np.asarray(ends).astype(np.int64)
@@ -91,7 +66,37 @@ def weights_between(ends: Sequence[int], items: Weights) -> Weights:
     return np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), places))
 
 
-class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
+class _Containers(Kind):
+    """Kinds of containers of which heavy ones are views, where these are wanted.
+
+    Attributes:
+        builder: Gives the function that builds a row.
+        ends: Gives the places where the items of each row begin, and those of the last one end.
+        contents: Gives the weight of what each row holds.
+        view: Gives the function that makes views of rows, and the weight up to which these are built.
+    """
+
+    builder: Callable[[Any, Origin], Reader]
+    ends: Callable[[Any], Sequence[int]]
+    contents: Callable[[Any], Weights]
+    view: Callable[[Any, Origin, Views], tuple[MakeView, int]]
+
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        if origin.views is None:
+            return self.builder(column, origin)
+        weights = np.broadcast_to(self.contents(column), len(column))
+        if weights.max(initial=0) <= min(MOST_BUILT, origin.views.heaviest_dict):
+            return self.builder(column, replace(origin, views=None))  # nor is anything inside of them heavy
+        build, ends = self.builder(column, origin), self.ends(column)
+        make, heaviest = self.view(column, origin, origin.views)
+        heavy = frozenset(np.flatnonzero(weights > heaviest).tolist())
+        return lambda i: make(ends[i], ends[i + 1]) if i in heavy else build(i)
+
+    def weights(self, column: Any) -> Weights:
+        return 128 + self.contents(column)
+
+
+class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
     """Lists, as the items of all, and the ends of each; of one length as `FixedLists`."""
 
     takes = (list,)
@@ -104,29 +109,21 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
             return pa.FixedSizeListArray.from_arrays(items, int(lengths[0]))
         return lists_to_arrow(lengths, items)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        if origin.views is None:
-            return self._builder(column, origin)
-        build, make = partial(self._builder, column), origin.views.of_lists(column.values, origin)
-        return built_or_view(build, make, self._ends(column), self._contents(column), origin, MOST_BUILT)
-
-    def _builder(self, column: Any, origin: Origin) -> Reader:
-        """The reader that makes whole lists."""
+    def builder(self, column: Any, origin: Origin) -> Reader:
         ends, numbers = ends_of(column), _numbers_in(column.values)
         if numbers is not None:
             return lambda i: numbers[ends[i] : ends[i + 1]].tolist()
         read = reader_of(column.values, origin)
         return lambda i: [*map(read, range(ends[i], ends[i + 1]))]
 
-    def _ends(self, column: Any) -> Sequence[int]:
-        """The places where the items of each row begin, and those of the last one end."""
+    def ends(self, column: Any) -> Sequence[int]:
         return ends_of(column)
 
-    def _contents(self, column: Any) -> Weights:
+    def contents(self, column: Any) -> Weights:
         return weights_between(ends_of(column), weights_of(column.values))
 
-    def weights(self, column: Any) -> Weights:
-        return 128 + self._contents(column)
+    def view(self, column: Any, origin: Origin, views: Views) -> tuple[MakeView, int]:
+        return views.of_lists(column.values, origin), MOST_BUILT
 
     def form(self, kind: Any) -> Hashable:
         return "list"
@@ -147,7 +144,7 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
 class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
     """Lists of one length."""
 
-    def _builder(self, column: Any, origin: Origin) -> Reader:
+    def builder(self, column: Any, origin: Origin) -> Reader:
         size, numbers = column.type.list_size, _numbers_in(column.values)
         first = column.offset * size
         if numbers is not None:
@@ -157,13 +154,13 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
             return lambda i: [read(first + i)]
         return lambda i: [*map(read, range(first + i * size, first + i * size + size))]
 
-    def _ends(self, column: Any) -> Sequence[int]:
+    def ends(self, column: Any) -> Sequence[int]:
         size, first = column.type.list_size, column.offset
         if not size:
             return [0] * (len(column) + 1)
         return range(first * size, (first + len(column) + 1) * size, size)
 
-    def _contents(self, column: Any) -> Weights:
+    def contents(self, column: Any) -> Weights:
         size, items = column.type.list_size, weights_of(column.values)
         if isinstance(items, int):
             return size * items
@@ -203,7 +200,7 @@ class Sets(PythonType, name="set", over=Lists):
         return cls.around(any_lists(values, encoder, depth), kind=type(values[0]).__name__)
 
 
-class Maps(PythonType, name="dict", over=Lists):
+class Maps(_Containers, PythonType, name="dict", over=Lists):
     """Dicts of any keys, as lists of the structs ``key`` and ``value``; other dicts are `Records`.
 
     Where a dict is long, structs have an index as well: for the keys of each dict the hashes in ascending
@@ -229,16 +226,7 @@ class Maps(PythonType, name="dict", over=Lists):
         if [name for name, _ in fields[:2]] != ["key", "value"] or fields[2:] not in ([], _INDEX):
             raise ValueError(f"dicts over {self.storage_type} mean nothing")
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        views = origin.views
-        if views is None:
-            return self._builder(column, origin)
-        build, make = partial(self._builder, column), views.of_dicts(column.storage.values, origin)
-        ends, contents = ends_of(column.storage), self._contents(column)
-        return built_or_view(build, make, ends, contents, origin, views.heaviest_dict)
-
-    @staticmethod
-    def _builder(column: Any, origin: Origin) -> Reader:
+    def builder(self, column: Any, origin: Origin) -> Reader:
         ends, pairs = ends_of(column.storage), column.storage.values
         key, value = (reader_of(pairs.field(number), origin) for number in (0, 1))
 
@@ -248,14 +236,16 @@ class Maps(PythonType, name="dict", over=Lists):
 
         return build
 
-    @staticmethod
-    def _contents(column: Any) -> Weights:
+    def ends(self, column: Any) -> Sequence[int]:
+        return ends_of(column.storage)
+
+    def contents(self, column: Any) -> Weights:
         pairs = column.storage.values
         items = weights_of(pairs.field(0)) + weights_of(pairs.field(1))
         return weights_between(ends_of(column.storage), items)
 
-    def weights(self, column: Any) -> Weights:
-        return 128 + self._contents(column)
+    def view(self, column: Any, origin: Origin, views: Views) -> tuple[MakeView, int]:
+        return views.of_dicts(column.storage.values, origin), views.heaviest_dict
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         if len({part.storage.values.type.num_fields for part in parts}) > 1:
