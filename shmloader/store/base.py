@@ -308,8 +308,7 @@ class Selection(Store):
 
     def __reduce__(self) -> Any:
         rows = self._rows
-        is_large = isinstance(rows, np.ndarray) and rows.nbytes >= _SENT_BY_HANDLE_NBYTES
-        if is_large and not is_shared(rows, None):
+        if isinstance(rows, np.ndarray) and rows.nbytes >= _SENT_BY_HANDLE_NBYTES:
             # Only now: a forked process inherits them, and each piece of shared memory takes a descriptor.
-            self._rows = share_array(rows)
+            self._rows = rows if is_shared(rows, None) else share_array(rows)
         return Selection, (self._store, self._rows)

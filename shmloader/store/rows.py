@@ -15,7 +15,7 @@ from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
-from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, block_of, find_types
+from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, Views, block_of, find_types
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -71,7 +71,7 @@ class RowStore(Store):
     """
 
     def __init__(
-        self, chunks: Chunks, path: Path = (), copy: bool = False, views: RowViews | None = VIEWS
+        self, chunks: Chunks, path: Path = (), copy: bool = False, views: Views | None = VIEWS
     ) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks

@@ -278,8 +278,9 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return cls(storage, **found)
 
     def __eq__(self, other: object) -> bool:
-        is_alike = isinstance(other, type(self)) and self.parameters == other.parameters
-        return is_alike and bool(self.storage_type == other.storage_type)
+        if not isinstance(other, PythonType) or type(self) is not type(other):
+            return False
+        return bool(self.storage_type == other.storage_type) and self.parameters == other.parameters
 
     def __hash__(self) -> int:
         return hash((self.NAME, str(self.storage_type)))

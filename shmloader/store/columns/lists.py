@@ -161,10 +161,11 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
         return range(first * size, (first + len(column) + 1) * size, size)
 
     def contents(self, column: Any) -> Weights:
-        size, items = column.type.list_size, weights_of(column.values)
+        size, items = int(column.type.list_size), weights_of(column.values)
         if isinstance(items, int):
             return size * items
-        return items[column.offset * size :][: len(column) * size].reshape(len(column), size).sum(axis=1)
+        part: Array = items[column.offset * size :][: len(column) * size]
+        return np.asarray(part.reshape(len(column), size).sum(axis=1))
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         size, values = column.type.list_size, column.values
