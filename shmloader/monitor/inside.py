@@ -20,7 +20,7 @@ from typing import Any
 import torch.multiprocessing
 
 from shmloader.frameworks.patches import Patches
-from shmloader.store import kinds, static
+from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
 from shmloader.store.originals import is_original
 from shmloader.store.unshared import largest_holder
@@ -137,7 +137,7 @@ def _report(loader: Any, report: Report, frame: types.FrameType | None) -> Repor
         holder = _name_of(loader, frame)
         name = f"{holder}.dataset" if holder else "dataset"
     original, value = _variable(frame, is_original)
-    held_nbytes = kinds.estimate_nbytes(value) if original else 0
+    held_nbytes = objects.estimate_nbytes(value) if original else 0
     report = replace(report, dataset=name, original=original, original_nbytes=held_nbytes)
     if not loader.num_workers or getattr(loader, "worker_type", "process") == "thread":
         return report
@@ -159,7 +159,7 @@ def _largest_copied(graph: Graph) -> tuple[int, Node]:
     Tensors are not: torch moves them to shared memory.
     """
     root = next(iter(graph.nodes.values()))
-    sized = [(kinds.estimate_nbytes(node.value), node) for node in graph.nodes.values() if node.plan]
+    sized = [(objects.estimate_nbytes(node.value), node) for node in graph.nodes.values() if node.plan]
     sized += [(nbytes, node) for node, nbytes, _ in graph.left]
     copied = [pair for pair in sized if not static.is_a(pair[1].value, torch.Tensor)]
     return max(copied, key=lambda pair: pair[0], default=(0, root))

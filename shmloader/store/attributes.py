@@ -11,9 +11,8 @@ import io
 import logging
 import pickle
 import sys
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import ItemsView, Iterator, Mapping, Sized
 from itertools import chain
 from typing import Any
 
@@ -21,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.errors import NotSharedWarning
+from shmloader.errors import NotSharedWarning, warn
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
-from shmloader.store import kinds, static
+from shmloader.store import objects, static
 from shmloader.store.base import Store
-from shmloader.store.columns.encode import COLUMN, ColumnEncoder
+from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.key_hashes import hashes_of
+from shmloader.store.columns.kind import COLUMN
 from shmloader.store.graph import Graph, Node, blame_element
 from shmloader.store.handles import MappedFiles, is_shared, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index
@@ -55,7 +55,7 @@ def share_graph(
 
     Either in a copy of the object, or ``in_place``: in the object itself, and in others that only it holds.
     """
-    root = root if only_held else kinds.plain_if_few(root)
+    root = root if only_held else objects.plain_if_few(root)
     graph = Graph(root, is_asked_for=not only_held)
     nodes = [node for node in graph.nodes.values() if node.plan]
     replacer = Replacer(graph, in_place=in_place)
@@ -80,7 +80,7 @@ def share_graph(
 def _turn(node: Node) -> tuple[int, int]:
     """When to write a node: arrays before others, and large ones before what may be views of them."""
     turn = (node.plan == "rows") + isinstance(node.value, dict | set | frozenset)
-    return turn, -kinds.estimate_nbytes(node.value) if node.plan == "array" else 0
+    return turn, -objects.estimate_nbytes(node.value) if node.plan == "array" else 0
 
 
 def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
@@ -92,7 +92,7 @@ def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
             "something outside of the dataset refers to it too. Give the dataset one of its own: "
             "shmloader.share(...) makes a shared copy"
         )
-        graph.leave(node, kinds.estimate_nbytes(node.value), why)
+        graph.leave(node, objects.estimate_nbytes(node.value), why)
     return can
 
 
@@ -111,7 +111,7 @@ def _write_if_possible(node: Node, writer: MemoryWriter, graph: Graph, copy: boo
             raise
         # As text: a warning that is kept must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
-        graph.leave(node, kinds.estimate_nbytes(node.value), _blame(node.value, said))
+        graph.leave(node, objects.estimate_nbytes(node.value), _blame(node.value, said))
     writer.rewind(begin)
     return None
 
@@ -120,7 +120,7 @@ def _blame(container: Any, why: str) -> str:
     """A sentence on the first element, at any depth, that cannot be kept; ``why`` alone if each can."""
     keys: list[Any] = []
     value = container
-    while not keys or (len(keys) < _MOST_BLAMED and kinds.container_kind(value) is not None):
+    while not keys or (len(keys) < _MOST_BLAMED and objects.container_kind(value) is not None):
         if (found := _element_to_blame(value)) is None:
             break
         (key,), value = found
@@ -130,7 +130,7 @@ def _blame(container: Any, why: str) -> str:
 
 def _element_to_blame(container: Any) -> tuple[tuple[Any], Any] | None:
     """The first element of a container that cannot be kept, after the key that leads to it."""
-    elements = list(kinds.elements_of(container))
+    elements = list(objects.elements_of(container))
     parts = (elements[begin : begin + _BLAMED_AT_ONCE] for begin in range(0, len(elements), _BLAMED_AT_ONCE))
     part = next((part for part in parts if not _can_be_kept(part)), [])
     while len(part) > 1:
@@ -164,12 +164,8 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
             f"{len(graph.nodes):,} objects. Keep small ones as dicts in one list, or share large parts"
         )
     if left:
-        warnings.warn(
-            "share: the following could not be shared, so each process will have its own copy:\n  "
-            + "\n  ".join(left),
-            NotSharedWarning,
-            stacklevel=4,
-        )
+        said = "share: the following could not be shared, so each process will have its own copy:\n  "
+        warn(said + "\n  ".join(left), NotSharedWarning)
 
 
 def share_for_loader(dataset: Any) -> Any:
@@ -182,13 +178,13 @@ def share_for_loader(dataset: Any) -> Any:
         SharedMemoryExhausted: If the host lacks the memory.
     """
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
-    if is_plain or kinds.is_open(dataset) or is_hugging_face(dataset):
+    if is_plain or objects.is_open(dataset) or is_hugging_face(dataset):
         # A sequence or mapping with a class of its own may give other samples at each access.
         return share_graph(dataset, only_held=not is_plain, in_place=True)
     graph = Graph(dataset)
     if not graph.left:
         why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
-        graph.leave(graph.nodes[id(dataset)], kinds.estimate_nbytes(dataset), why)
+        graph.leave(graph.nodes[id(dataset)], objects.estimate_nbytes(dataset), why)
     _report(graph, {})
     return dataset
 
@@ -239,7 +235,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     """
     if isinstance(value, torch.Tensor):
         resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
-        if not kinds.is_shareable_tensor(resolved) or not value.dim():
+        if not objects.is_shareable_tensor(resolved) or not value.dim():
             raise TypeError(
                 "only dense CPU tensors without gradients, of at least one dimension, can be shared; this "
                 f"one has {value.dim()} dimensions, {value.dtype}, {value.layout}, device {value.device}, "
@@ -247,7 +243,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
                 "and Tensor.reshape(1)."
             )
         return writer.array(resolved)
-    if not value.ndim and value.nbytes < kinds.LEAST_NBYTES:
+    if not value.ndim and value.nbytes < objects.LEAST_NBYTES:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
             "worth sharing. Share array.reshape(1), or leave it as it is"
@@ -259,7 +255,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
 
 def _write_rows(value: Any, writer: MemoryWriter, copy: bool) -> Make:
     """Write the rows of a store: a container of objects, an iterator, Arrow or pandas data."""
-    if isinstance(value, Mapping) or kinds.container_kind(value) is set:
+    if isinstance(value, Mapping) or objects.container_kind(value) is set:
         return _write_keyed(value, writer, copy)
     if is_arrow(value):
         table = _write_arrow(value, writer)
@@ -275,7 +271,10 @@ def _write_keyed(value: Any, writer: MemoryWriter, copy: bool) -> Make:
     is_mapping = isinstance(value, Mapping)
     keys = value if is_mapping else list(value)
     factory, hashes = factory_of(value) if is_mapping else None, hashes_of(keys)
-    table = write_rows(value.items() if is_mapping else keys, writer)
+    items = value.items() if is_mapping else keys
+    if is_mapping and not isinstance(items, ItemsView):  # of some classes a list or an iterator
+        items = ItemsView(value)
+    table = write_rows(items, writer)
     make_index = write_index(hashes, writer)
 
     def make(buffer: SharedBuffer) -> MappingStore | SetStore:
@@ -339,7 +338,7 @@ def _write_pandas(value: Any, writer: MemoryWriter) -> Make:
     pickler.dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_with_times}
     pickler.dump(_with_texts_in_arrow(value))
     pickled = file.getvalue()
-    if len(pickled) >= kinds.LEAST_NBYTES:
+    if len(pickled) >= objects.LEAST_NBYTES:
         raise TypeError(
             f"{len(pickled):,} bytes of it are Python objects, not arrays: convert these columns, or keep "
             "them in a list or a dict"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Self, cast, overload
 
@@ -14,11 +15,12 @@ import torch
 from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.indices.packed_indices import BY_VALUE
 from shmloader.store.description import StoreDescription, describe_rows
+from shmloader.store.handles import is_shared
 from shmloader.store.list_methods import ListMethods, RowT_co
 from shmloader.store.memory import share_array
 from shmloader.store.ranges import Rows
 from shmloader.store.read_only import ReadOnly
-from shmloader.store.tables import save
+from shmloader.store.saving import save
 
 _INT64 = np.dtype(np.int64)
 _SENT_BY_HANDLE_NBYTES = 1 << 16  # of the numbers of selected rows
@@ -214,19 +216,14 @@ def row_array(indices: Any, rows: int) -> Rows:
         if len(array) != rows:
             raise IndexError(f"a mask of {len(array):,} items for a store with {rows:,} rows")
         return np.flatnonzero(array)
-    if array.dtype == np.object_ and array.ndim == 1:  # numbers beyond 64 bits, or none at all
+    if array.dtype in (np.object_, np.uint64) and array.ndim == 1:  # numbers beyond int64, or none at all
         return np.array([row_number(number, rows) for number in array], np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(f"rows are taken by a flat sequence of integers, not by {array.dtype} {array.shape}")
     numbers = array.astype(np.int64, copy=False)
-    if not numbers.size:
-        return numbers
-    if array.dtype == np.uint64 and int(array.max()) >= rows:  # as int64 the largest would be negative
-        raise IndexError(f"row {int(array.max())} of a store with {rows:,} rows")
-    least, most = int(numbers.min()), int(numbers.max())
-    if least < -rows or most >= rows:
-        raise IndexError(f"row {least if least < -rows else most} of a store with {rows:,} rows")
-    return numbers if least >= 0 else np.where(numbers < 0, numbers + rows, numbers)
+    for number in (numbers.min(), numbers.max()) if numbers.size else ():
+        row_number(number, rows)
+    return np.where(numbers < 0, numbers + rows, numbers)
 
 
 class Selection(Store):
@@ -236,7 +233,6 @@ class Selection(Store):
         """Select ``rows`` of a store, which are row numbers from 0 on."""
         self._store = store
         self._rows = rows
-        self._is_sent = False
         self._reads = 0
         self._numbers: list[Any] | None = None
 
@@ -292,9 +288,9 @@ class Selection(Store):
         """The store's description for these rows; bytes in proportion, though memory is freed as a whole."""
         whole = self._store.describe()
         part = len(self._rows) / max(1, whole.rows)
-        return StoreDescription(
-            whole.kind, len(self._rows), round(whole.nbytes * part), round(whole.python_nbytes * part)
-        )
+        nbytes, python_nbytes = round(whole.nbytes * part), round(whole.python_nbytes * part)
+        fields = tuple(replace(field, nbytes=round(field.nbytes * part)) for field in whole.fields)
+        return StoreDescription(whole.kind, len(self._rows), nbytes, python_nbytes, fields)
 
     def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
         """See `ListMethods.items_between`."""
@@ -311,11 +307,8 @@ class Selection(Store):
         return whole.take(np.asarray(rows, np.int64))
 
     def __reduce__(self) -> Any:
-        if (
-            not self._is_sent
-            and isinstance(self._rows, np.ndarray)
-            and self._rows.nbytes >= _SENT_BY_HANDLE_NBYTES
-        ):
+        rows = self._rows
+        if isinstance(rows, np.ndarray) and rows.nbytes >= _SENT_BY_HANDLE_NBYTES:
             # Only now: a forked process inherits them, and each piece of shared memory takes a descriptor.
-            self._rows, self._is_sent = share_array(self._rows), True
+            self._rows = rows if is_shared(rows, None) else share_array(rows)
         return Selection, (self._store, self._rows)

@@ -18,7 +18,9 @@ _BLOCK_NBYTES = 1 << 20
 _RECORD = struct.Struct("<8sQI8s")  # mark, bytes before the checksums, CRC-32 of checksums and footer, mark
 _MARK = b"shmlCRC2"
 _ALIGNMENT = 64  # of the footer, which stays what it was
-_MAGICS = (b"ARROW1", b"PAR1")
+
+FILE_MAGIC, PARQUET_MAGIC = b"ARROW1", b"PAR1"
+"""The first and the last bytes of files: of Arrow IPC's file format, and of Parquet."""
 
 
 def add_checksums(file: BinaryIO) -> None:
@@ -48,7 +50,8 @@ def check(path: str) -> bool:
         footer = file.read()
         file.seek(min(nbytes, end))
         written = file.read(max(0, end - nbytes))
-        if first != last or crc32(footer, crc32(written)) != checksum:
+        # A record that is not damage but made up may count more bytes than there are: they would never end.
+        if first != last or nbytes > end or crc32(footer, crc32(written)) != checksum:
             raise ValueError("its footer or its checksums are not those that were written")
         found = _checksums_of(file, nbytes)
         for block in range(0, len(found), 4):
@@ -64,7 +67,7 @@ def _begin_of_footer(file: BinaryIO) -> int:
     nbytes = file.seek(0, 2)
     file.seek(max(0, nbytes - 10))
     tail = file.read()
-    for magic in _MAGICS:
+    for magic in (FILE_MAGIC, PARQUET_MAGIC):
         if tail.endswith(magic) and nbytes >= 10:
             begin = nbytes - len(magic) - 4
             length = int.from_bytes(tail[-len(magic) - 4 : -len(magic)], "little")

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
 import pyarrow as pa
 
 from shmloader.store.columns.classes import Classes, ClassFinder
-from shmloader.store.columns.encode import COLUMN, ColumnEncoder
+from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.kind import (
+    COLUMN,
     Origin,
     Reader,
     Views,
@@ -29,8 +30,8 @@ from shmloader.store.columns.kind import (
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import has_field, structs_of, types_of_fields
 from shmloader.store.handles import reduce_arrow_buffer, register
+from shmloader.store.saving import form_of
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import form_of
 
 register(pa.Buffer, reduce_arrow_buffer)  # here, since `handles` does not import pyarrow
 
@@ -46,8 +47,8 @@ class Chunks:
         classes: Classes that are known already.
 
     Attributes:
-        parts: The memory that each chunk lies in, and the chunk as a record batch; also apart, as
-            ``memories`` and ``batches``.
+        memories: The memory that each chunk lies in.
+        batches: Each chunk, as a record batch.
         buffer: The memory of all; for several files that of the first one.
         nbytes: Bytes of memory, or of the files.
         made_by: How other processes make the chunks: a function, and its arguments before the classes.
@@ -59,7 +60,8 @@ class Chunks:
         finder: Finds the classes that the columns name.
     """
 
-    parts: list[tuple[SharedBuffer, Any]]
+    memories: list[SharedBuffer]
+    batches: list[Any]
     buffer: SharedBuffer
     nbytes: int
     classes: InitVar[Classes]
@@ -70,8 +72,6 @@ class Chunks:
     sources: Sequence[str] = ()
 
     def __post_init__(self, classes: Classes) -> None:
-        self.memories = [memory for memory, _ in self.parts]
-        self.batches = [batch for _, batch in self.parts]
         self._columns: dict[int, Any] = {}  # made when asked for: a file may have very many batches
         self.starts: list[int] = [0, *accumulate(map(len, self.batches))]
         self.finder = ClassFinder(classes)
@@ -95,6 +95,7 @@ def chunks_in_memory(
     places: list[tuple[int, ...]],
     python_nbytes: int,
     links: Mapping[int, Chunks],
+    pickles: bool,
     sources: Sequence[str],
     classes: Classes,
 ) -> Chunks:
@@ -104,10 +105,11 @@ def chunks_in_memory(
     for begin, end, begin_of_body, end_of_body in places:
         stream = _ChunkSource(memory[begin:end], memory[begin_of_body:end_of_body])
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
-            batches.append((buffer, reader.read_next_batch()))
+            batches.append(reader.read_next_batch())
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
-    made_by = chunks_in_memory, buffer, places, python_nbytes, links, sources
-    return Chunks(batches, buffer, nbytes, classes, made_by, python_nbytes, links, sources=sources)
+    told = python_nbytes, links, pickles, sources
+    made_by = chunks_in_memory, buffer, places, *told
+    return Chunks([buffer] * len(batches), batches, buffer, nbytes, classes, made_by, *told)
 
 
 def items_of_rows(
@@ -121,17 +123,8 @@ def items_of_rows(
     """One chunk: the items of containers inside of other rows."""
     batch = pa.RecordBatch.from_arrays([items], schema=pa.schema([pa.field("", items.type)], COLUMN))
     made_by = items_of_rows, items, memory, links, pickles, source
-    return Chunks(
-        [(memory, batch)],
-        memory,
-        items.get_total_buffer_size(),
-        classes,
-        made_by,
-        0,
-        links,
-        pickles,
-        [source] * bool(source),
-    )
+    nbytes, sources = items.get_total_buffer_size(), [source] * bool(source)
+    return Chunks([memory], [batch], memory, nbytes, classes, made_by, 0, links, pickles, sources)
 
 
 class _ChunkSource:
@@ -157,9 +150,7 @@ def rows_of(batch: Any) -> Any:
     """The rows of a batch as one array: a struct of its columns, or its only column."""
     if batch.num_columns == 1 and form_of(batch.schema)["rows"] in ("column", "set"):
         return batch.column(0)
-    if batch.num_columns:
-        return pa.StructArray.from_arrays(batch.columns, fields=list(batch.schema))
-    return pa.Array.from_buffers(pa.struct([]), batch.num_rows, [None])
+    return batch.to_struct_array()
 
 
 def field_of(column: Any, name: str | int) -> Any:
@@ -176,6 +167,7 @@ def field_of(column: Any, name: str | int) -> Any:
     raise KeyError(name)
 
 
+@dataclass(eq=False, repr=False)
 class Column:
     """One field of the rows of all chunks, or the rows themselves; a call with a row's number reads that row.
 
@@ -192,16 +184,16 @@ class Column:
             the starts. Both ends stay None: no such row.
     """
 
-    def __init__(
-        self, chunks: Chunks, path: Path = (), *, copy: bool = False, views: Views | None = None
-    ) -> None:
-        self.chunks = chunks
-        self.path = path
-        self.copy = copy
-        self.views = views
-        self.starts = chunks.starts
+    chunks: Chunks
+    path: Path = ()
+    copy: bool = False
+    views: Views | None = None
+
+    def __post_init__(self) -> None:
+        self.starts = self.chunks.starts
         self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
-        self._links = {link: Column(linked, copy=copy, views=views) for link, linked in chunks.links.items()}
+        links = self.chunks.links.items()
+        self._links = {link: replace(self, chunks=linked, path=()) for link, linked in links}
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -218,7 +210,7 @@ class Column:
 
     def field(self, name: str | int) -> Column:
         """A field of these rows."""
-        return Column(self.chunks, (*self.path, name), copy=self.copy, views=self.views)
+        return replace(self, path=(*self.path, name))
 
     def array(self, chunk: int) -> Any:
         """The values of a chunk; KeyError if not all rows have the field."""
@@ -238,7 +230,7 @@ class Column:
     def _plain(self, chunk: int, array: Any) -> Any:
         if not find_types(array.type, Links):
             return array
-        read = reader_of(array, Column(self.chunks, copy=self.copy).origin(chunk))  # without views
+        read = reader_of(array, replace(self, views=None).origin(chunk))
         return ColumnEncoder().encode(list(map(read, range(len(array)))))
 
     def origin(self, chunk: int) -> Origin:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.messages import shown
+from shmloader.messages import shorten, shown
 from shmloader.store.columns.kind import find_types, type_name
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import structs_of, types_of_fields
@@ -19,6 +19,7 @@ from shmloader.store.columns.values import Pickles
 
 _MOST_SHOWN = 5  # rows in a repr, and fields of a row
 _MOST_CHARACTERS = 40  # of a value in it
+_MOST_LISTED = 1000  # characters of names in a message
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def _shown(row: Any) -> str:
     if isinstance(row, np.ndarray | torch.Tensor) and row.ndim:
         return f"{type(row).__name__} {row.dtype} {tuple(row.shape)}"
     return shown(row, _MOST_CHARACTERS)
+
+
+def listed(names: Iterable[str]) -> str:
+    """The names of fields for a message, cut at a length."""
+    return shorten(", ".join(map(repr, names)), _MOST_LISTED)
 
 
 def describe_columns(

@@ -21,19 +21,20 @@ from pyarrow import types as arrow
 
 from shmloader.errors import LoaderError
 from shmloader.memory.mapping import make_writable
-from shmloader.store.checksums import check
+from shmloader.store.checksums import FILE_MAGIC, PARQUET_MAGIC, check
 from shmloader.store.chunks import Chunks
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import VERSION, PythonType, find_types, types_in
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Keys
 from shmloader.store.columns.values import Pickles
+from shmloader.store.description import listed
 from shmloader.store.handles import Fingerprint
 from shmloader.store.mapping import MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
+from shmloader.store.saving import FACTORIES, IPC, PARQUET, form_of
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import FACTORIES, IPC, PARQUET, form_of
 
 FilePath = str | os.PathLike[str]
 
@@ -43,7 +44,7 @@ _DICTIONARY_SHARE = 8  # a batch is so many times as large as its dictionaries
 _MOST_VERIFIED_NBYTES = 64 << 20  # of mapped files, where nobody asked for it: some 50 ms
 _READ_NBYTES = 1 << 20  # at a time; else Arrow reads a whole column of a row group
 
-_PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 
 def open_store(
@@ -88,7 +89,7 @@ def check_files(paths: Sequence[str], verify: bool | None) -> None:
     is_small = sum(Path(path).stat().st_size for path in paths) <= _MOST_VERIFIED_NBYTES
     for path in paths:
         with naming(path):
-            is_read = verify or is_small or _magic_of(path) == _PARQUET_MAGIC
+            is_read = verify or is_small or _magic_of(path) == PARQUET_MAGIC
             if is_read and not check(path) and verify:
                 raise ValueError(f"{path} has no checksums, which store.save writes: leave verify=True out")
 
@@ -114,8 +115,8 @@ def checked_rows(
         )
         if one != paths[0] and not is_alike:
             raise ValueError(
-                f"{one} has other rows than {paths[0]}: {new_form['rows']} of {', '.join(new_names)} "
-                f"instead of {form['rows']} of {', '.join(names)}"
+                f"{one} has other rows than {paths[0]}: {new_form['rows']} of {listed(new_names)} "
+                f"instead of {form['rows']} of {listed(names)}"
             )
         names, form = new_names, new_form
     if columns is not None and form["rows"] != "table":
@@ -145,7 +146,8 @@ def naming(name: str, *, is_remote: bool = False) -> Iterator[None]:
     try:
         yield
     except DAMAGES as error:
-        of_the_system = isinstance(error, OSError) and error.errno is not None
+        is_refusal = isinstance(error, FileNotFoundError | PermissionError)  # of fsspec without a number
+        of_the_system = is_refusal or (isinstance(error, OSError) and error.errno is not None)
         if name in str(error) or of_the_system or isinstance(error, LoaderError):
             raise
         kind = OSError if is_remote and isinstance(error, OSError) else ValueError
@@ -157,8 +159,8 @@ def naming(name: str, *, is_remote: bool = False) -> Iterator[None]:
 
 def _magic_of(path: str) -> bytes:
     with Path(path).open("rb") as file:
-        begin = file.read(len(_FILE_MAGIC))
-    for magic in (_PARQUET_MAGIC, _FILE_MAGIC, _STREAM_MAGIC):
+        begin = file.read(len(FILE_MAGIC))
+    for magic in (PARQUET_MAGIC, FILE_MAGIC, _STREAM_MAGIC):
         if begin.startswith(magic):
             return magic
     raise ValueError(
@@ -168,7 +170,7 @@ def _magic_of(path: str) -> bytes:
 
 
 def _schema_of(path: str) -> Any:
-    if _magic_of(path) == _PARQUET_MAGIC:
+    if _magic_of(path) == PARQUET_MAGIC:
         return pq.read_schema(path)
     return _reader_of(FileBuffer(path, Fingerprint.of(path))).schema
 
@@ -189,7 +191,7 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, all
     fields = [field for field in schema if columns is None or field.name in columns]
     for name in columns or ():
         if schema.names.count(name) != 1:
-            raise KeyError(f"{path} has no column {name!r}; it has {', '.join(schema.names)}")
+            raise KeyError(f"{path} has no column {name!r}; it has {listed(schema.names)}")
     if columns is not None and len(set(columns)) < len(columns):
         raise ValueError(f"columns={list(columns)!r} for {path} name one more than once")
     pickled = [name or "rows" for field in fields for name, _ in find_types(field.type, Pickles, field.name)]
@@ -208,7 +210,7 @@ def _check_columns(path: str, schema: Any, columns: Sequence[str] | None, *, all
 
 
 def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bool) -> Chunks:
-    if all(_magic_of(path) != _PARQUET_MAGIC for path in paths):
+    if all(_magic_of(path) != PARQUET_MAGIC for path in paths):
         with naming(paths[0]), contextlib.suppress(_UnmappableError):
             return chunks_in_files(
                 [(path, Fingerprint.of(path)) for path in paths], columns, allow_pickle, {}
@@ -221,9 +223,7 @@ def _chunks_of(paths: list[str], columns: Sequence[str] | None, allow_pickle: bo
                     batch.validate(full=True)
                     table.append_batch(batch)
                     table.sources.append(path)
-        unpacked = writer.chunks(table, writer.seal())
-    unpacked.pickles = allow_pickle
-    return unpacked
+        return writer.chunks(table, writer.seal(), pickles=allow_pickle)
 
 
 class _UnmappableError(Exception):
@@ -232,7 +232,7 @@ class _UnmappableError(Exception):
 
 def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     """The batches of a file that cannot be mapped, one by one."""
-    if _magic_of(path) == _PARQUET_MAGIC:
+    if _magic_of(path) == PARQUET_MAGIC:
         with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as parquet:
             chosen = None if columns is None else [*columns, Keys.NAME]
             if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
@@ -277,8 +277,8 @@ def _is_over_dictionary(kind: Any) -> bool:
 
 def _reader_of(memory: FileBuffer) -> Any:
     """Arrow's reader of an IPC file or stream."""
-    whole, begin = pa.py_buffer(memory.view), memory.view[: len(_FILE_MAGIC)]
-    return pa.ipc.open_file(whole) if begin == _FILE_MAGIC else pa.ipc.open_stream(whole)
+    whole, begin = pa.py_buffer(memory.view), memory.view[: len(FILE_MAGIC)]
+    return pa.ipc.open_file(whole) if begin == FILE_MAGIC else pa.ipc.open_stream(whole)
 
 
 def _batches_in(memory: FileBuffer) -> Iterator[Any]:
@@ -332,7 +332,8 @@ def chunks_in_files(
     files: list[tuple[str, Fingerprint]], columns: Sequence[str] | None, pickles: bool, classes: Classes
 ) -> Chunks:
     """Chunks in mapped files: their record batches."""
-    batches: list[tuple[SharedBuffer, Any]] = []
+    batches: list[Any] = []
+    where: list[SharedBuffer] = []
     memories: list[FileBuffer] = []
     sources: list[str] = []
     for path, fingerprint in files:
@@ -340,17 +341,14 @@ def chunks_in_files(
             memories.append(memory := FileBuffer(path, fingerprint))
             begin = len(batches)
             for batch in _batches_in(memory):
-                if len(batches) == begin and not _lies_in(batch, memory):  # before a second one is unpacked
-                    raise _UnmappableError
+                if len(batches) == begin:  # before a second one is unpacked
+                    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
+                    if not all(memory.holds(buffer.address) for buffer in buffers):
+                        raise _UnmappableError
                 if batch.num_rows:
-                    batches.append((memory, _chosen(batch, columns)))
+                    batches.append(_chosen(batch, columns))
+                    where.append(memory)
                     sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
-    return Chunks(batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
-
-
-def _lies_in(batch: Any, memory: SharedBuffer) -> bool:
-    begin, end = memory.address, memory.address + memory.nbytes
-    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
-    return all(begin <= buffer.address < end for buffer in buffers)
+    return Chunks(where, batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_table_in_memory
-from shmloader.store import kinds, static
+from shmloader.store import objects, static
 from shmloader.store.handles import MappedFiles, is_shared
 from shmloader.store.static import is_a
 
@@ -25,9 +25,9 @@ _MOST_NODES = 500_000
 _MOST_SECONDS = 2.0
 
 _Label = str | tuple[Any]
-_Plan = Literal["array", "rows", "foreign"]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
+_Plan = Literal["array", "rows", "foreign"]
 _Held = Iterable[tuple[_Label, Any]]
 
 
@@ -111,27 +111,27 @@ class Graph:
 
     def _open_root(self, node: Node) -> _Held:
         """Like `_open`, for an object that is shared whatever its size."""
-        value, kind = node.value, kinds.container_kind(node.value)
-        if kinds.is_store(value) or is_hugging_face(value):
+        value, kind = node.value, objects.container_kind(node.value)
+        if objects.is_store(value) or is_hugging_face(value):
             return self._open(node)
         if is_a(value, np.ndarray | torch.Tensor) and is_shared(value, self._files):
             return ()
         if is_a(value, torch.utils.data.Dataset):
-            return kinds.attributes_of(value)
-        if kind is not None and (kinds.is_few_large(value) or kinds.holds_datasets(value)):
+            return objects.attributes_of(value)
+        if kind is not None and (objects.is_few_large(value) or objects.holds_datasets(value)):
             if kind is set:
                 raise TypeError(
                     "a set of datasets, or of other large objects, is not shared: use a list or a dict"
                 )
-            return kinds.elements_of(value)
+            return objects.elements_of(value)
         if kind is None and type(value) in (np.ndarray, torch.Tensor):
             node.share_as("array")
-        elif kind is not None or kinds.is_rows(value):
+        elif kind is not None or objects.is_rows(value):
             node.share_as("rows")
-        elif kinds.is_open(value):
-            return kinds.attributes_of(value)
+        elif objects.is_open(value):
+            return objects.attributes_of(value)
         else:
-            advice = kinds.how_to_share(value)
+            advice = objects.how_to_share(value)
             raise TypeError(
                 "share takes sequences, mappings, arrays, tensors, Arrow and pandas objects, and objects "
                 f"with attributes, such as a dataset; not {type(value).__qualname__}"
@@ -143,47 +143,47 @@ class Graph:
         """Decide whether and how to share an object; returns its contents if the walk goes on there."""
         value = node.value
         if id(type(value)) in self._open_classes:
-            return kinds.attributes_of(value)
-        if kinds.is_store(value):
+            return objects.attributes_of(value)
+        if objects.is_store(value):
             return ()
-        if kinds.container_kind(value) is not None:
+        if objects.container_kind(value) is not None:
             return self._open_container(node)
         if is_hugging_face(value):
-            return kinds.elements_of(value) if is_a(value, dict) else kinds.tables_of(value)
-        if kinds.is_open(value):
+            return objects.elements_of(value) if is_a(value, dict) else objects.tables_of(value)
+        if objects.is_open(value):
             self._open_classes.add(id(type(value)))
-            return kinds.attributes_of(value)
+            return objects.attributes_of(value)
         self._look_at_data(node)
         return ()
 
     def _look_at_data(self, node: Node) -> None:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
-            nbytes = kinds.estimate_nbytes(value)
+            nbytes = objects.estimate_nbytes(value)
             if isinstance(value, np.ndarray) or value.layout is torch.strided:
                 nbytes = max(nbytes, value.nbytes)  # overlapping items are pickled one by one
             self._look_at_array(node, nbytes)
         elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
-            if kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
+            if objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
                 node.share_as("foreign")
         elif is_a(value, np.ndarray):
             if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
-                self.leave(node, kinds.estimate_nbytes(value), _WHY_NOT)
+                self.leave(node, objects.estimate_nbytes(value), _WHY_NOT)
         elif type(value) is types.MappingProxyType or (
-            static.base_of(value) is not None and all(map(kinds.is_data, kinds.some(value)))
+            static.base_of(value) is not None and all(map(objects.is_data, objects.some(value)))
         ):
-            self.leave(node, kinds.estimate_nbytes(value), _WHY_NOT)
+            self.leave(node, objects.estimate_nbytes(value), _WHY_NOT)
         else:
             self.leave(node, static.sizeof(value), _WHY_NOT)  # a text, bytes, an array.array
 
     def _look_at_array(self, node: Node, nbytes: int) -> None:
         value = node.value
-        if nbytes < kinds.LEAST_NBYTES or is_shared(value, self._files):
+        if nbytes < objects.LEAST_NBYTES or is_shared(value, self._files):
             return
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
             self.leave(node, nbytes, why)
-        elif isinstance(value, np.ndarray) or kinds.is_shareable_tensor(value):
+        elif isinstance(value, np.ndarray) or objects.is_shareable_tensor(value):
             node.share_as("array")
         elif value.device.type == "cpu":
             why = "only dense tensors that do not require grad can be shared: see Tensor.detach"
@@ -191,14 +191,14 @@ class Graph:
 
     def _open_container(self, node: Node) -> _Held:
         value = node.value
-        if not all(map(kinds.is_data, kinds.some(value))):
-            if static.length(value) <= kinds.MOST_WALKED and kinds.container_kind(value) is not set:
-                return kinds.elements_of(value)
-            why = blame(value, kinds.is_data, "which is more than data")
-            self.leave(node, kinds.estimate_nbytes(value), why)
-        elif kinds.estimate_nbytes(value) >= kinds.LEAST_NBYTES:
-            if kinds.is_few_large(value):
-                return kinds.elements_of(value)
+        if not all(map(objects.is_data, objects.some(value))):
+            if static.length(value) <= objects.MOST_WALKED and objects.container_kind(value) is not set:
+                return objects.elements_of(value)
+            why = blame(value, objects.is_data, "which is more than data")
+            self.leave(node, objects.estimate_nbytes(value), why)
+        elif objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
+            if objects.is_few_large(value):
+                return objects.elements_of(value)
             node.share_as("rows")
         return ()
 
@@ -221,20 +221,20 @@ class Graph:
         while todo:
             key = todo.pop()
             node = self.nodes[key]
-            if key not in found and node.holder is not None and not kinds.is_dataset(node.value):
+            if key not in found and node.holder is not None and not objects.is_dataset(node.value):
                 found.add(key)
                 todo += held[key]
         return found
 
     def leave(self, node: Node, nbytes: int, why: str) -> None:
         """Note that a thing cannot be shared, if it is large."""
-        if nbytes >= kinds.LEAST_NBYTES:
+        if nbytes >= objects.LEAST_NBYTES:
             self.left.append((node, nbytes, why))
 
 
 def _is_small(value: Any) -> bool:
     """Whether a value is a number, or a text too small to be named."""
-    return id(type(value)) in _SURE and static.sizeof(value) < kinds.LEAST_NBYTES
+    return id(type(value)) in _SURE and static.sizeof(value) < objects.LEAST_NBYTES
 
 
 def _shown(key: Any) -> str:
@@ -244,7 +244,7 @@ def _shown(key: Any) -> str:
 
 def blame(container: Any, is_fine: Callable[[Any], bool], why: str) -> str:
     """A sentence on the first element of a container that keeps it from being shared."""
-    for (key,), element in kinds.elements_of(container):
+    for (key,), element in objects.elements_of(container):
         if not _is_small(element) and not is_fine(element):
             return blame_element([key], element, why)
     return why

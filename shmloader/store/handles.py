@@ -77,15 +77,21 @@ class Fingerprint(NamedTuple):
                 "data opens the file by its path. Keep it until all workers have started, on a path that "
                 "every process sees"
             ) from None
-        now = Fingerprint.of(fd)  # not of the path, which may mean another file at any moment
-        if now != self:
+        try:
+            self.check(Fingerprint.of(fd), path)  # not of the path, which may mean another file at any moment
+        except LoaderError:
             os.close(fd)
-            raise LoaderError(
-                f"{path} has changed since data was mapped from it: then {self.nbytes:,} bytes, inode "
-                f"{self.inode}, written at {self.mtime_ns} ns; now {now.nbytes:,} bytes, inode "
-                f"{now.inode}, written at {now.mtime_ns} ns. Open it anew in the main process"
-            )
+            raise
         return fd
+
+    def check(self, now: Fingerprint, path: str) -> None:
+        """Raise LoaderError if the file that is there now is another one, or has been written to."""
+        if now != self:
+            raise LoaderError(
+                f"{path} was changed since it was opened: then {self.nbytes:,} bytes, inode {self.inode}, "
+                f"written at {self.mtime_ns} ns; now {now.nbytes:,} bytes, inode {now.inode}, written at "
+                f"{now.mtime_ns} ns. Open it anew in the main process"
+            )
 
 
 class MappedItems(NamedTuple):
@@ -228,15 +234,9 @@ def bounds_of(value: Any) -> tuple[int, int]:
     return low, high
 
 
-def _sends_handles() -> bool:
-    """Whether a pickle is for a process that is being started, or is made by the main process.
-
-    A worker sends by value: a handle would need a descriptor, and a thread that serves it.
-    """
-    return get_spawning_popen() is not None or parent_process() is None
-
-
-def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES) -> tuple[int, Any]:
+def _handle(
+    value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES, *, is_writable: bool = False
+) -> tuple[int, Any]:
     """The lowest address of an array or tensor, and a handle of its memory.
 
     Returns:
@@ -245,7 +245,8 @@ def _handle(value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NB
     low, high = bounds_of(value)
     buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
     if buffer is not None:
-        return low, (buffer, low - buffer.address, high - low)
+        is_sent = is_writable and _is_changed(low, high)
+        return low, None if is_sent else (buffer, low - buffer.address, high - low)
     return low, files.items_at(low, high) if files is not None and _may_be_mapped(value) else None
 
 
@@ -258,13 +259,18 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     """
     if array.dtype.hasobject or not array.size:
         return None
-    low, handle = _handle(array, files)
+    low, handle = _handle(array, files, is_writable=array.flags.writeable)
     if handle is None:
         return None
-    begin = array.__array_interface__["data"][0] - low
-    layout = array.shape, array.dtype, begin, array.strides
     offset = array.offset if type(array) is np.memmap else None
-    return array_over, (handle, layout, array.flags.writeable, offset)
+    return array_over, (handle, *layout_of(array, low), array.flags.writeable, offset)
+
+
+def layout_of(value: Any, low: int) -> tuple[Any, ...]:
+    """What `array_over` or `tensor_over` needs beside a handle of the memory, which begins at ``low``."""
+    if isinstance(value, torch.Tensor):
+        return CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape), value.stride()
+    return ((value.shape, value.dtype, value.__array_interface__["data"][0] - low, value.strides),)
 
 
 def make_array_reducer() -> Callable[[_Array], Any]:
@@ -272,7 +278,7 @@ def make_array_reducer() -> Callable[[_Array], Any]:
     return functools.partial(reduce_array, files=MappedFiles())
 
 
-def array_over(handle: Any, layout: Any, writeable: bool, offset: int | None = None) -> _Array:
+def array_over(handle: Any, layout: Any, writeable: bool = False, offset: int | None = None) -> _Array:
     """An array over shared memory or a mapped file: its shape, dtype, first item and strides there."""
     shape, dtype, begin, strides = layout
     octets = _bytes_over(handle, writable=writeable)
@@ -287,19 +293,6 @@ def array_over(handle: Any, layout: Any, writeable: bool, offset: int | None = N
     return array
 
 
-_last: list[Any] = [lambda: None, None]  # the process that is being started, and the files then
-
-
-def _files_to_send() -> MappedFiles | None:
-    """The mapped files while a process is being started, to which they are sent by path."""
-    popen = get_spawning_popen()
-    if popen is None:
-        return None
-    if _last[0]() is not popen:
-        _last[:] = weakref.ref(popen), MappedFiles()
-    return _last[1]  # type: ignore[no-any-return]
-
-
 def _bytes_over(handle: Any, *, writable: bool) -> Any:
     if isinstance(handle, MappedItems):
         return handle.map()
@@ -312,10 +305,8 @@ def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
         return None
-    low, handle = _handle(tensor, files)
-    if handle is None or (handle.__class__ is tuple and _is_changed(low, low + handle[2])):
-        return None
-    return tensor_over, (handle, CODE_OF_TORCH_DTYPE[tensor.dtype], tuple(tensor.shape), tensor.stride())
+    low, handle = _handle(tensor, files, is_writable=True)
+    return None if handle is None else (tensor_over, (handle, *layout_of(tensor, low)))
 
 
 def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -325,28 +316,44 @@ def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[i
     return wrap_tensor(octets.view(dtype.carrier), dtype.torch_dtype).as_strided(shape, strides).detach()
 
 
-_Reduce = Callable[[Any, MappedFiles | None], Any]
-_reducers: dict[type, _Reduce] = {}
+class _Reducer:
+    """What ``multiprocessing``'s pickler calls for objects of one type.
 
-
-def register(kind: type, reduce: _Reduce) -> None:
-    """Make ``multiprocessing``'s pickler, and `pack`, send objects of a type by handle.
-
-    Args:
-        kind: The type, exactly.
-        reduce: Gives the pickle of one by handle; None if it is pickled as usual.
+    Attributes:
+        by_handle: Gives the pickle of an object by handle; None if it is pickled as usual.
     """
-    copy = ForkingPickler(io.BytesIO()).dispatch_table.get(kind)  # torch's, for tensors
 
-    def reduce_or_copy(value: Any) -> Any:
-        reduced = reduce(value, _files_to_send()) if _sends_handles() else None
-        if reduced is not None:
-            return reduced
+    def __init__(self, kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) -> None:
+        self.by_handle = by_handle
+        self._as_usual = _reducer_of(kind)  # torch's, for tensors
+
+    def __call__(self, value: Any) -> Any:
+        popen = get_spawning_popen()
+        # A worker sends by value: a handle would need a descriptor, and a thread that serves it.
+        if popen is not None or parent_process() is None:
+            reduced = self.by_handle(value, None if popen is None else _files_for(weakref.ref(popen)))
+            if reduced is not None:
+                return reduced
+        if self._as_usual is not None:
+            return self._as_usual(value)
         # No reducer is told the protocol; multiprocessing takes the default.
-        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if copy is None else copy(value)
+        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 
-    _reducers[kind] = reduce
-    ForkingPickler.register(kind, reduce_or_copy)
+
+@functools.lru_cache(maxsize=1)
+def _files_for(popen: Any) -> MappedFiles:
+    """The files that are mapped while a process is started, to which they are sent by path."""
+    return MappedFiles()
+
+
+def _reducer_of(kind: type) -> Any:
+    return ForkingPickler(io.BytesIO()).dispatch_table.get(kind)
+
+
+def register(kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) -> None:
+    """Make ``multiprocessing``'s pickler, and `pack`, send objects of exactly this type by handle."""
+    if not isinstance(_reducer_of(kind), _Reducer):
+        ForkingPickler.register(kind, _Reducer(kind, by_handle))
 
 
 def register_reducers() -> None:
@@ -379,6 +386,7 @@ class _Packer(pickle.Pickler):
         self._buffers = buffers
         self._numbers: dict[int, int] = {}
         self._files = MappedFiles()
+        self._reducers = dict(ForkingPickler(file).dispatch_table)
 
     def persistent_id(self, value: Any) -> int | None:
         """See ``pickle.Pickler``: buffers stay out of the pickle."""
@@ -391,8 +399,8 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``."""
-        reduce = _reducers.get(type(value))
-        reduced = None if reduce is None else reduce(value, self._files)
+        reducer = self._reducers.get(type(value))
+        reduced = reducer.by_handle(value, self._files) if isinstance(reducer, _Reducer) else None
         return NotImplemented if reduced is None else reduced
 
 

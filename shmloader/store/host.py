@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmloader.errors import LoaderError, ShareTimeout
@@ -45,6 +46,7 @@ _Rows = Sequence[_Object] | Iterator[_Object]
 _PROTOCOL = 2
 _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
 _RETRY_S = 0.005
+_MOST_WAIT_MS = (1 << 31) - 1  # that ``poll`` takes: 24 days
 
 _building = threading.local()  # the names that this thread is building
 
@@ -272,7 +274,7 @@ def _receive(
     """The kind of answer and its descriptors; None if the connection ends before they are there."""
     poller = select.poll()
     poller.register(connection, select.POLLIN)
-    if not poller.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+    if not poller.poll(min(max(0.0, deadline_s - time.monotonic()) * 1000, _MOST_WAIT_MS)):
         raise _timeout(name, pid, timeout_s)
     try:
         text, fds, flags, _ = socket.recv_fds(connection, HEADER.size, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
@@ -333,33 +335,15 @@ def _attach(fds: list[int]) -> list[SharedBuffer]:
 # What keeps the server alive.
 
 
-class _Hold:
-    """This process's connection to the server, closed when the last buffer of the object is gone.
-
-    It is a bare descriptor, since a socket object that is not closed warns.
-    """
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._fd = connection.detach()
-
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        close(self._fd)
-
-
 def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
+    """Keep this process's connection to the server open until the last buffer of the object is gone."""
+    fd = connection.detach()
     if not buffers:  # there is no end to wait for: it stays open as long as this process
-        connection.detach()
         return
-    hold = _Hold(connection)
+    hold = Connection(fd)  # closes it at its end; a socket that is not closed warns then
     for buffer in buffers:
         # The finalizer's arguments are what holds: nothing runs when it is called.
-        weakref.finalize(buffer, _nothing, hold).atexit = False
-
-
-def _nothing(hold: _Hold) -> None:
-    """Keep the hold until its buffer ends, and do nothing then."""
+        weakref.finalize(buffer, lambda _: None, hold).atexit = False
 
 
 def _nbytes(buffers: Sequence[SharedBuffer]) -> int:

@@ -66,11 +66,15 @@ def _initial_environment() -> Mapping[str, str]:
 
 
 def _process(pid: int) -> str:
-    """A process, distinguished from a later one with the same id."""
+    """A process, distinguished from a later one with the same id by its start, in ticks since the boot.
+
+    A time of day would change when the clock is set between two ranks' looks.
+    """
     try:
-        return f"{pid} {psutil.Process(pid).create_time()}"
-    except psutil.Error:
+        stat = Path("/proc", str(pid), "stat").read_text(errors="replace")
+    except OSError:
         return str(pid)
+    return f"{pid} {stat.rpartition(')')[2].split()[19]}"
 
 
 def _is_python(pid: int) -> bool:
@@ -93,7 +97,7 @@ def _parts_of(value: Any) -> list[str]:
     if isinstance(value, types.MethodType):
         return _parts_of(value.__func__)
     if isinstance(value, types.FunctionType):
-        bound = list(value.__defaults__ or ())
+        bound = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty one
                 bound.append(cell.cell_contents)

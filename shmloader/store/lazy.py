@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from shmloader.errors import warn
 from shmloader.file_systems import FileSystem
-from shmloader.store.base import Store, row_array, row_numbers
+from shmloader.store.base import Store, row_array
 from shmloader.store.chunks import Chunks, rows_of
 from shmloader.store.columns.classes import Classes, ClassFinder
 from shmloader.store.columns.kind import types_in
@@ -131,12 +131,15 @@ class LazyStore(Store):
     def row(self, index: int) -> Any:
         """One row, by its number; reads its row group."""
         group = bisect_right(self._groups.starts, index) - 1
-        part = self._cache.get(group) or self._parts_with([group])[0]
+        part = self._cache.pop(group, None) or self._parts_with([group])[0]
+        self._cache[group] = part  # behind those that were used before
         self._rows_given += 1
         return part.store.row(index + part.shifts[group])
 
     def __getitems__(self, indices: Any) -> list[Any]:
-        numbers = np.array(row_numbers(indices, len(self)), np.int64)
+        numbers = row_array(indices, len(self))
+        if not len(numbers):
+            return []
         found: list[Any] = [None] * len(numbers)
         group_of = self._group_of(numbers)
         for portion in self._portions(np.unique(group_of).tolist()):
@@ -288,8 +291,9 @@ class LazyStore(Store):
 
     def _store_of(self, batches: list[Any], sources: list[str]) -> RowStore:
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)
-        parts: list[tuple[SharedBuffer, Any]] = [(memory, batch) for batch in batches]
-        chunks = Chunks(parts, memory, nbytes, self._finder.found, (), pickles=self._pickles, sources=sources)
+        where: list[SharedBuffer] = [memory] * len(batches)
+        found, pickles = self._finder.found, self._pickles
+        chunks = Chunks(where, batches, memory, nbytes, found, (), pickles=pickles, sources=sources)
         return RowStore(chunks, views=None)
 
     def _tell_of_waste(self) -> None:

@@ -23,8 +23,8 @@ from shmloader.store.columns.key_hashes import HASH_BITS, Numbers, hash_of, hash
 from shmloader.store.description import StoreDescription, describe_rows
 from shmloader.store.list_methods import equal
 from shmloader.store.memory import MemoryWriter
+from shmloader.store.saving import form_of_mapping
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.tables import form_of_mapping
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -178,11 +178,6 @@ class KeyedStore(SharedObject):
         """The description of the rows, under the kind of the mapping."""
         rows: StoreDescription = self.rows.describe()
         return replace(rows, kind=self.KIND)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of shared memory of the rows."""
-        return self.rows.nbytes  # type: ignore[no-any-return]
 
     def to_arrow(self) -> Any:
         """The members, or a ``pyarrow.Table`` with ``key`` and ``value``."""

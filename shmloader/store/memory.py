@@ -18,15 +18,14 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from shmloader.codec.layout import CODE_OF_TORCH_DTYPE
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
 from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.kind import find_types
 from shmloader.store.columns.mixed import Links
-from shmloader.store.handles import array_over, bounds_of, register_reducers, tensor_over
-from shmloader.store.kinds import nbytes_of_rows
+from shmloader.store.handles import array_over, bounds_of, layout_of, register_reducers, tensor_over
+from shmloader.store.objects import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
 _FIRST_ROWS = 16  # of a stream's first chunk, when nothing is known of its rows
@@ -89,13 +88,14 @@ class MemoryWriter:
                 self._earlier.setdefault(id(row), (link, number))
         self._alive.append(rows)
 
-    def chunks(self, table: Table, buffer: SharedBuffer) -> Chunks:
-        """The chunks of a table, once the memory is sealed."""
+    def chunks(self, table: Table, buffer: SharedBuffer, *, pickles: bool = True) -> Chunks:
+        """The chunks of a table, once the memory is sealed; ``pickles`` says whether any may be read."""
         number = self._tables.index(table)
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
+            nbytes, classes = table.python_nbytes, table.encoder.classes
             self._made[number] = chunks_in_memory(
-                buffer, table.places, table.python_nbytes, links, table.sources, table.encoder.classes
+                buffer, table.places, nbytes, links, pickles, table.sources, classes
             )
         return self._made[number]
 
@@ -109,7 +109,8 @@ class MemoryWriter:
             return lambda _: value
         low, high = bounds_of(value)
         known = next((one for one in self._arrays if one[0] <= low and high <= one[1]), None)
-        if known is None and (high - low < value.nbytes or _is_contiguous(value)):
+        is_whole = value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous
+        if known is None and (is_whole or high - low < value.nbytes):
             memory = (ctypes.c_ubyte * (high - low)).from_address(low)
             known = low, high, self._append(memory)
             self._arrays.append(known)
@@ -151,18 +152,10 @@ class MemoryWriter:
         pa.default_memory_pool().release_unused()  # of the chunks while they were encoded: it may keep that
 
 
-def _is_contiguous(value: Any) -> bool:
-    return bool(value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous)
-
-
 def _view_of(value: Any, low: int, nbytes: int, offset: int) -> Make:
     """The function that makes an array or tensor anew, whose lowest byte lies at a place of the buffer."""
-    if isinstance(value, torch.Tensor):
-        tensor_layout = CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape), value.stride()
-        return lambda buffer: tensor_over((buffer, offset, nbytes), *tensor_layout)
-    first = value.__array_interface__["data"][0] - low
-    layout = value.shape, value.dtype, first, value.strides
-    return lambda buffer: array_over((buffer, offset, nbytes), layout, False)
+    make, layout = tensor_over if isinstance(value, torch.Tensor) else array_over, layout_of(value, low)
+    return lambda buffer: make((buffer, offset, nbytes), *layout)
 
 
 class Table:
@@ -184,8 +177,7 @@ class Table:
         self.links: set[int] = set()
         self.sources: list[str] = []
         self._out = out
-        self._heads: list[bytes] = []
-        self._bodies: list[tuple[int, int]] = []
+        self._written: list[tuple[bytes, int, int]] = []  # the head of each chunk, and the place of its body
         self._streamed = streamed
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
@@ -231,8 +223,7 @@ class Table:
         with pa.ipc.new_stream(pa.PythonFile(stream, "w"), batch.schema) as writer:
             writer.write_batch(batch)
             stream.ended = True
-        self._heads.append(stream.head)
-        self._bodies.append((begin, self._out.nbytes))
+        self._written.append((stream.head, begin, self._out.nbytes))
         self.nbytes += self._out.nbytes - begin
         self.rows += len(batch)
         for field in batch.schema:
@@ -240,7 +231,7 @@ class Table:
 
     def end(self) -> None:
         """Append the heads of all chunks."""
-        for head, body in zip(self._heads, self._bodies, strict=True):
+        for head, *body in self._written:
             begin = self._out.append(head, alignment=8)
             self.places.append((begin, begin + len(head), *body))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 _CHANGES = frozenset(name for kind in (list, deque, set, OrderedDict, Counter) for name in dir(kind))
@@ -12,6 +13,15 @@ _WAY_BACK = (
     "it is in shared memory, read-only. Change the data before it is shared, or call "
     "shmloader.unshare(dataset), which puts lists, dicts and arrays of this process in its place"
 )
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """A method that would change a list, a dict or a set."""
+
+    def method(self: Any, *_: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object does not support {what}: {_WAY_BACK}")
+
+    return method
 
 
 class ReadOnly:
@@ -24,11 +34,6 @@ class ReadOnly:
         said = f"{type(self).__name__!r} object has no attribute {name!r}{why}"
         raise AttributeError(said, name=name, obj=self)
 
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__!r} object does not support item assignment: {_WAY_BACK}")
-
-    def __delitem__(self, key: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__!r} object does not support item deletion: {_WAY_BACK}")
-
-    def __iadd__(self, other: Any) -> NoReturn:
-        raise TypeError(f"{type(self).__name__!r} object does not support +=: {_WAY_BACK}")
+    __setitem__, __delitem__ = map(_refused, ("item assignment", "item deletion"))
+    __iadd__, __imul__ = map(_refused, ("+=", "*="))
+    __ior__, __iand__, __isub__, __ixor__ = map(_refused, ("|=", "&=", "-=", "^="))

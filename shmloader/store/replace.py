@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shmloader.store import kinds, static
+from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
 from shmloader.store.static import is_a
 
@@ -157,7 +157,7 @@ def _is_immutable(value: Any) -> bool:
     if _is_rebuilt(value):
         return True
     dataclass = static.of_class(type(value), "__dataclass_params__")
-    return dataclass is not None and dataclass.frozen and not kinds.is_dataset(value)
+    return dataclass is not None and dataclass.frozen and not objects.is_dataset(value)
 
 
 def _is_rebuilt(value: Any) -> bool:
@@ -178,9 +178,6 @@ def _empty_like(value: Any) -> Any:
     return kind() if is_a(value, dict | types.SimpleNamespace) else object.__new__(kind)
 
 
-_kept_for_good: list[Any] = []
-
-
 def _keep_if_it_matters(original: Any, copy: Any) -> None:
     """Keep an object as long as its copy, if its death would affect objects that both hold.
 
@@ -188,7 +185,6 @@ def _keep_if_it_matters(original: Any, copy: Any) -> None:
     weakly.
     """
     if weakref.getweakrefs(original) or hasattr(type(original), "__del__"):
-        try:
-            weakref.finalize(copy, lambda _: None, original)  # at exit, too: else neither of them would end
-        except TypeError:  # its class has slots, and none for weak references
-            _kept_for_good.append(original)
+        # With slots and none for weak references it is kept for good, as its class is then.
+        owner = copy if type(copy).__weakrefoffset__ else type(copy)
+        weakref.finalize(owner, lambda _: None, original)  # at exit, too: else neither of them would end

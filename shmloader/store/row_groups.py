@@ -17,13 +17,12 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 from torch.utils.data import get_worker_info
 
-from shmloader.errors import LoaderError
 from shmloader.file_systems import FileSystem, file_system_of
 from shmloader.memory.limits import cores
 from shmloader.store.columns.records import Keys
 from shmloader.store.files import checked_rows, files_of, naming
 from shmloader.store.handles import Fingerprint
-from shmloader.store.tables import PARQUET
+from shmloader.store.saving import PARQUET
 
 _MOST_AT_ONCE = 8  # parts, or footers, that are read at the same time
 _MOST_FOOTERS = 64  # that a process keeps
@@ -93,9 +92,6 @@ class RowGroups:
         """The state for pickling, without footers."""
         return vars(self) | {"_footers": {}}
 
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
     def rows(self, group: int) -> range:
         """The rows of a row group."""
         return range(self.starts[group], self.starts[group + 1])
@@ -142,12 +138,9 @@ class RowGroups:
         chosen = None if self._columns is None else [*self._columns, Keys.NAME]
         try:
             with self._open(file, self.name(groups)) as source:
-                if file not in self._footers:
-                    if len(self._footers) >= _MOST_FOOTERS:
-                        self._footers = {}
-                    self._footers[file] = pq.ParquetFile(source).metadata
                 # Buffered before: all columns in a few large requests at the same time.
-                parquet = pq.ParquetFile(source, metadata=self._footers[file], pre_buffer=True)
+                parquet = pq.ParquetFile(source, metadata=self._footers.get(file), pre_buffer=True)
+                self._keep_footer(file, parquet.metadata)
                 numbers = [group - self._firsts[file] for group in groups]
                 table = parquet.read_row_groups(numbers, columns=chosen, use_threads=False)
                 rows = sum(len(self.rows(group)) for group in groups)
@@ -167,13 +160,17 @@ class RowGroups:
         with self._open(file, self._paths[file]) as source:
             parquet = pq.ParquetFile(source)
             footer = parquet.metadata
-            if len(self._footers) < _MOST_FOOTERS:
-                self._footers[file] = footer
+            self._keep_footer(file, footer)
             groups = map(footer.row_group, range(footer.num_row_groups))
             found = [(group.num_rows, group.total_byte_size) for group in groups]
             if found and min(min(one) for one in found) < 0:
                 raise ValueError("its footer has row groups with less than no rows, or bytes")
             return parquet.schema_arrow, found
+
+    def _keep_footer(self, file: int, footer: Any) -> None:
+        if file not in self._footers and len(self._footers) >= _MOST_FOOTERS:
+            self._footers = {}  # also while another thread reads: none may expect to find its own
+        self._footers[file] = footer
 
     @contextlib.contextmanager
     def _open(self, file: int, name: str) -> Iterator[Any]:
@@ -184,12 +181,7 @@ class RowGroups:
             self._filesystem.opened.open_input_file(path) as source,
         ):
             now = Fingerprint.of(path) if is_local else Fingerprint(source.size(), 0, 0)
-            known = self._identities.setdefault(file, now)
-            if known != now:
-                raise LoaderError(
-                    f"{path} was changed since it was opened: it had {known.nbytes:,} bytes, and has "
-                    f"{now.nbytes:,}, of inode {now.inode}, written at {now.mtime_ns} ns. Open it anew"
-                )
+            self._identities.setdefault(file, now).check(now, path)
             yield source
 
 

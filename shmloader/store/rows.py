@@ -12,13 +12,12 @@ import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.errors import LoaderError
-from shmloader.messages import shorten
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
-from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, block_of, find_types
+from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, Views, block_of, find_types
 from shmloader.store.columns.values import Pickles
-from shmloader.store.description import StoreDescription, describe_columns
+from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
 from shmloader.store.take import ColumnGatherer, tuple_shape
 from shmloader.store.views import DictView, ListView, Pairs
@@ -41,7 +40,6 @@ class RowViews(NamedTuple):
         return lambda begin, end: DictView(made(), _part(begin, end, len(pairs)))
 
 
-_MOST_NAMED = 1000  # characters of fields in a message
 _HEAVIEST_INNER_DICT = 1 << 10
 """Of dicts that a view of a dict holds: so a trie is walked without building what is below a node."""
 
@@ -73,12 +71,11 @@ class RowStore(Store):
     """
 
     def __init__(
-        self, chunks: Chunks, path: Path = (), copy: bool = False, views: RowViews | None = VIEWS
+        self, chunks: Chunks, path: Path = (), copy: bool = False, views: Views | None = VIEWS
     ) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
-        self._column = Column(chunks, path, copy=copy, views=views)
-        self._views = views
+        self._column = Column(chunks, path, copy, views)
         self._gather: ColumnGatherer | None = None
         self._blocks: dict[int, Block | None] = {}
         self._fields: dict[str | int, RowStore] = {}
@@ -144,7 +141,8 @@ class RowStore(Store):
 
     def _has_pickles(self) -> bool:
         """Whether any values are pickled: reading them may raise whatever their classes do."""
-        return self.chunks.pickles and bool(find_types(self.field(0).type, Pickles))
+        arrays = self._column.arrays() if self.chunks.pickles else []
+        return any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
@@ -154,7 +152,7 @@ class RowStore(Store):
         """A field of all rows, as a store; the same one each time, since looking at all chunks takes long."""
         if (known := self._fields.get(name)) is not None:
             return known
-        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy, self._views)
+        store = RowStore(self.chunks, (*self._column.path, name), self._column.copy, self._column.views)
         try:
             if not len(self):
                 raise KeyError(name)
@@ -170,10 +168,9 @@ class RowStore(Store):
         names = [one.name for one in what.fields if one.name]
         if not names:
             return f"They are of kind {what.kind!r} and have no fields: store[number] is a row"
-        listed = shorten(", ".join(map(repr, names)), _MOST_NAMED)
         return (
-            f"The fields: {listed}. Rows that are pickled, or that lack one, keep it from being a column: "
-            "store.describe() says which are, and why"
+            f"The fields: {listed(names)}. Rows that are pickled, or that lack one, keep it from being a "
+            "column: store.describe() says which are, and why"
         )
 
     def plain(self) -> RowStore:
@@ -210,7 +207,10 @@ class RowStore(Store):
         if begin >= end or end > self._starts[chunk + 1]:
             return None
         if chunk not in self._blocks:
-            self._blocks[chunk] = block_of(self._column.array(chunk), self.chunks.memories[chunk])
+            try:
+                self._blocks[chunk] = block_of(self._column.array(chunk), self.chunks.memories[chunk])
+            except DAMAGES as error:
+                self._raise(error)
         block = self._blocks[chunk]
         if block is None:
             return None
@@ -244,19 +244,21 @@ class RowStore(Store):
             self._raise(error)
 
     def __reduce__(self) -> Any:
-        return RowStore, (self.chunks, self._column.path, self._column.copy, self._views)
+        column = self._column
+        return RowStore, (self.chunks, column.path, column.copy, column.views)
 
 
 DAMAGES: tuple[type[Exception], ...] = (
     IndexError,
     ValueError,
     KeyError,
-    OverflowError,
+    ArithmeticError,
     TypeError,
     AttributeError,
     pa.ArrowException,
     OSError,
     RecursionError,
     MemoryError,
+    SystemError,  # of NumPy, for texts of its own that are not Unicode
 )
 """Errors that reading a damaged column may raise. An IndexError must not pass for the end of the store."""

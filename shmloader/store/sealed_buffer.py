@@ -99,6 +99,10 @@ class SharedBuffer:
         except (AttributeError, OSError):
             pass
 
+    def holds(self, address: int, nbytes: int = 1) -> bool:
+        """Whether all of so many bytes at an address are of this memory."""
+        return self.address <= address and address + nbytes <= self.address + self.nbytes
+
     @property
     def private(self) -> memoryview:
         """Writable memoryview of all bytes, which keeps the buffer; writes stay in this process."""
@@ -134,10 +138,7 @@ _buffers: weakref.WeakValueDictionary[int, SharedBuffer] = weakref.WeakValueDict
 
 def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
     """The buffer of this process that holds ``nbytes`` bytes at an address; None if none does."""
-    for buffer in list(_buffers.values()):
-        if buffer.address <= address and address + nbytes <= buffer.address + buffer.nbytes:
-            return buffer
-    return None
+    return next((buffer for buffer in list(_buffers.values()) if buffer.holds(address, nbytes)), None)
 
 
 def _reduce_by_handle(buffer: SharedBuffer) -> tuple[Any, tuple[Any, ...]]:

@@ -21,13 +21,12 @@ from shmloader.codec.array_kinds import (
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import NUMBERS
-from shmloader.store.columns.buffers import octets_of
+from shmloader.store.columns.buffers import bits_of
 from shmloader.store.columns.classes import is_plain_namedtuple
 from shmloader.store.columns.kind import Block, kind_of, storage_of
 from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
 from shmloader.store.columns.values import KIND_OF_SCALAR
 from shmloader.store.ranges import RangeFinder, Rows
-from shmloader.store.sealed_buffer import SharedBuffer
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 
@@ -42,10 +41,8 @@ class ColumnGatherer:
         self._rows = len(column)
         self._read = column
         self._chunk_of = RangeFinder(column.starts)
-        self._gather = _gather_of(column) if self._rows else None
-        items = getattr(self._gather, "__self__", None)
-        is_direct = isinstance(items, _Items) and items.is_direct(self._rows)
-        self._direct: _Items | None = items if is_direct else None
+        self._gather = gather = _gather_of(column) if self._rows else None
+        self._direct = gather if isinstance(gather, _Items) and gather.is_direct(self._rows) else None
 
     def directly(self, indices: Any, out: Any) -> torch.Tensor | None:
         """Gather rows of tensors with the fewest calls; None if `__call__` has to."""
@@ -68,6 +65,10 @@ def _gather_of(column: Column) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
     arrays = column.arrays()
     (names, *other_names), (shape, *other_shapes) = set(map(_keys, arrays)), set(map(tuple_shape, arrays))
+
+    def by_rows(rows: Rows, chunk_of: Rows, out: Any) -> Any:
+        return join(list(map(column, rows.tolist())), out)
+
     if names and not other_names:
         fields = {name: _gather_of(column.field(name)) for name in names}
 
@@ -83,14 +84,11 @@ def _gather_of(column: Column) -> _Gather:
 
         def gather_tuples(rows: Rows, chunk_of: Rows, out: Any) -> Any:
             if out is not None:
-                return join(list(map(column, rows.tolist())), out)
+                return by_rows(rows, chunk_of, out)
             return tuple.__new__(kind, [gather(rows, chunk_of, None) for gather in items])
 
         return gather_tuples
-    found = _items_of(arrays, column.chunks)
-    if found is not None:
-        return found.gather
-    return lambda rows, chunk_of, out: join(list(map(column, rows.tolist())), out)
+    return _items_of(arrays, column.chunks) or by_rows
 
 
 class _Items:
@@ -124,7 +122,7 @@ class _Items:
             return None
         return out
 
-    def gather(self, rows: Rows, chunk_of: Rows, out: Any) -> Any:
+    def __call__(self, rows: Rows, chunk_of: Rows, out: Any) -> Any:
         """Gather rows of these chunks: into one array or tensor, or as a list where some are None."""
         kind, shape, missing = self._kind, (len(rows), *self._shape), []
         if self._valid is not None:
@@ -292,23 +290,17 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
         (first, *_), storage = blocks.values(), storage_of(column)
         alike = (block.kind, block.items.shape[1:], block.bit is None, block.stacks)
         rows = len(column) if block.bit is None else -(-(block.bit + len(column)) // 8)
-        is_inside = block.items.nbytes and _lies_in(block.items, memory)
+        is_inside = block.items.nbytes and memory.holds(_address(block.items), block.items.nbytes)
         is_first = alike == (first.kind, first.items.shape[1:], first.bit is None, first.stacks)
         if not is_first or len(block.items) != rows or not is_inside:
             return None
         if storage.null_count:
-            bits = np.asarray(octets_of(storage, 0))[
-                storage.offset >> 3 : (storage.offset + len(column) + 7) >> 3
-            ]
-            if len(bits) * 8 < (storage.offset & 7) + len(column) or not _lies_in(bits, memory):
+            bits, bit = bits_of(storage, 0), storage.offset & 7
+            if len(bits) * 8 < bit + len(column) or not memory.holds(_address(bits), bits.nbytes):
                 return None
-            valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=storage.offset & 7)
+            valid[number] = Block(bits, KIND_OF_SCALAR[bool], list, bit=bit)
     nulls = _Pieces(valid, chunks) if valid else None
     return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
-
-
-def _lies_in(array: Array, memory: SharedBuffer) -> bool:
-    return 0 <= _address(array) - memory.address <= memory.nbytes - array.nbytes
 
 
 def _keys(column: Any) -> tuple[str, ...]:
@@ -407,6 +399,11 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
             return out
     dtype = kind.torch_dtype or kind.dtype
     given = f"{type(out).__name__} of shape {tuple(getattr(out, 'shape', ()))}, {getattr(out, 'dtype', None)}"
+    if isinstance(out, torch.Tensor):
+        is_scattered = out.layout is torch.strided and not out.is_contiguous()
+        given += f", {out.layout}, on {out.device}" + ", not contiguous" * is_scattered
+    elif isinstance(out, np.ndarray) and not out.flags.writeable:
+        given += ", read-only"
     raise TypeError(
         f"rows are gathered into a contiguous tensor or ndarray of shape {shape}, {dtype}, not {given}"
     )

@@ -24,7 +24,7 @@ from shmloader.errors import NotSharedWarning, warn
 from shmloader.memory.limits import memory_headroom
 from shmloader.settings import THREAD
 from shmloader.statistics import Counters
-from shmloader.store import kinds, static
+from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
 
 LEAST_NBYTES = 32 << 20
@@ -206,7 +206,7 @@ def _warn_of_rebuilding(loader: Any, num_workers: int, counters: Counters, pickl
 def largest_holder(graph: Graph) -> tuple[int, Node]:
     """The largest holder of objects and their bytes; or, of holders in each other, the innermost of most."""
     nodes = itertools.islice(graph.nodes.values(), _MOST_SIZED)
-    sizes = [(kinds.estimate_nbytes(node.value, arrays=False), node) for node in nodes]
+    sizes = [(objects.estimate_nbytes(node.value, arrays=False), node) for node in nodes]
     nbytes, largest = max(sizes, key=lambda pair: pair[0])
     for held, node in sizes:  # holders come before what they hold
         if node.holder is largest and held >= _MOST_OF * nbytes:

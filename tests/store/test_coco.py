@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from torch.utils.data import Dataset
 
-from shmloader.store import MappingStore, Store, kinds
+from shmloader.store import MappingStore, Store, objects
 from shmloader.store.attributes import share_for_loader
 
 IMAGES, BOXES = 3000, 7
@@ -92,7 +92,7 @@ def growth(dataset: Any) -> int:
 def test_a_coco_object_is_shared_in_place_and_workers_copy_none_of_it() -> None:
     dataset = Detection()
     expected = [dataset[index] for index in (0, 77, IMAGES - 1)]
-    size, before = kinds.estimate_nbytes(dataset.coco), growth(dataset)
+    size, before = objects.estimate_nbytes(dataset.coco), growth(dataset)
     assert share_for_loader(dataset) is dataset
     coco = dataset.coco
     assert isinstance(coco.dataset["annotations"], Store)

@@ -52,6 +52,7 @@ def test_rows_are_those_of_the_store_in_memory(
         lazy.take([0, 90])
     assert as_text(pickle.loads(pickle.dumps(lazy))[50]) == as_text(rows[50])
     assert as_text(lazy.take([])) == as_text(store.take([]))
+    assert lazy.__getitems__([]) == []
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
@@ -139,6 +140,16 @@ def test_each_row_group_is_read_once_by_one_worker(tmp_path: Path, monkeypatch: 
     assert sorted(seen) == list(range(4800))
     assert sorted(group for _, group in noted()) == list(range(48))
     assert len({pid for pid, _ in noted()}) == 2
+
+
+def test_single_rows_keep_the_row_groups_that_were_used_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = reads(monkeypatch, tmp_path / "log")
+    lazy = shmloader.open(write_columns(tmp_path / "a.parquet", 300, 100), lazy=True, cache_nbytes=40_000)
+    for row in (0, 100, 1, 200, 2):
+        assert lazy[row]["c3"] == row + 3
+    assert [group for _, group in noted()] == [0, 1, 2]
 
 
 def test_memory_stays_constant(tmp_path: Path) -> None:
@@ -337,6 +348,15 @@ def test_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
         memory.rm("/lazy", recursive=True)
     lazy = shmloader.open([tmp_path / "a.parquet", f"file://{tmp_path}/a.parquet"], lazy=True)
     assert lazy[150] == lazy[50]
+
+
+def test_a_file_of_fsspec_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/gone/a.parquet", write_columns(tmp_path / "a.parquet", 100, 10).read_bytes())
+    lazy = shmloader.open("/gone/a.parquet", lazy=True, filesystem=memory)
+    memory.rm("/gone", recursive=True)
+    with pytest.raises(FileNotFoundError, match=r"gone/a\.parquet"):
+        lazy[5]
 
 
 def test_the_program_of_the_page_resumes_to_the_row(tmp_path: Path) -> None:

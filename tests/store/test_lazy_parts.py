@@ -93,6 +93,22 @@ def test_a_damaged_row_group_is_named_alone(tmp_path: Path, monkeypatch: pytest.
         shmloader.open(path, lazy=True).take(range(100))
 
 
+class Forgetful(dict[int, Any]):
+    """Footers of which another thread drops all as soon as one is noted."""
+
+    def __init__(self, groups: Any) -> None:
+        self.groups = groups
+
+    def __setitem__(self, file: int, footer: Any) -> None:
+        self.groups._footers = Forgetful(self.groups)
+
+
+def test_footers_that_another_thread_drops_are_read_again(tmp_path: Path) -> None:
+    lazy: Any = shmloader.open(write_columns(tmp_path / "a.parquet", 100, 10), lazy=True)
+    lazy._groups._footers = Forgetful(lazy._groups)
+    assert lazy.take(range(20, 70))["c1"].tolist() == list(range(21, 71))
+
+
 def test_what_is_kept_of_a_part_is_a_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[list[int]]
 ) -> None:

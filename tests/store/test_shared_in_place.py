@@ -115,6 +115,24 @@ def test_what_is_written_to_a_shared_tensor_later_reaches_workers(start_method: 
         dataset.numbers[1] = 5
 
 
+class Numbers(Dataset[Any]):
+    def __init__(self, numbers: np.ndarray[Any, Any]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.numbers[index]
+
+
+def test_what_is_written_to_an_array_over_a_shared_tensor_reaches_workers(start_method: str) -> None:
+    numbers = share(torch.zeros(1 << 18)).numpy()
+    numbers[1] = 5
+    loader = DataLoader(Numbers(numbers), batch_size=4, num_workers=1, multiprocessing_context=start_method)
+    assert next(iter(loader)).tolist() == [0, 5, 0, 0]
+
+
 class Progress(Weights):
     """Memory that the program shares with its workers by itself."""
 
@@ -273,6 +291,13 @@ def test_what_something_else_holds_too_stays_as_it_is_and_is_named(hold: Any) ->
     assert isinstance(inner.texts, Store)
 
 
+def test_the_warning_points_to_the_programs_line() -> None:
+    words = Vocabulary()
+    with pytest.warns(NotSharedWarning) as caught:
+        DataLoader(Texts(words=words), num_workers=1, share_dataset=True)
+    assert [one.filename for one in caught] == [__file__]
+
+
 def test_what_others_reach_through_an_object_that_they_hold_stays_as_it_is() -> None:
     words = Vocabulary()
     registry = {"tokenizer": Holder(words=words)}
@@ -356,6 +381,8 @@ def test_share_itself_never_writes_to_the_original() -> None:
 
 # The way back.
 
+SET_CHANGES = "ior iand isub ixor".split()
+
 
 @pytest.mark.parametrize(
     ("write", "error"),
@@ -383,6 +410,24 @@ def test_methods_of_every_class_that_is_shared_name_the_way_back() -> None:
     for store, name in ((queue, "rotate"), (queue, "appendleft"), (counts, "most_common")):
         with pytest.raises(AttributeError, match=r"shmloader\.unshare"):
             getattr(store, name)
+
+
+@pytest.mark.parametrize(
+    ("plain", "change"),
+    [
+        (texts(), lambda data: operator.imul(data, 2)),
+        (dict.fromkeys(texts(), 1), lambda data: operator.ior(data, {"more": 1})),
+        *[
+            (set(texts()), lambda data, name=name: getattr(operator, name)(data, {"more"}))
+            for name in SET_CHANGES
+        ],
+    ],
+    ids=["imul", "ior of a dict", *SET_CHANGES],
+)
+def test_an_operator_that_would_change_the_data_makes_no_copy_of_it(plain: Any, change: Any) -> None:
+    """Python would take ``|`` for ``|=``, and put a dict of this process in the place of the shared one."""
+    with pytest.raises(TypeError, match=r"does not support .=: .*shmloader\.unshare"):
+        change(share(plain))
 
 
 def operator_setitem(rows: Any, index: int, value: Any) -> None:

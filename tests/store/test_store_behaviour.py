@@ -126,21 +126,23 @@ def test_take_agrees_with_reading(values: list[Any], numbers: list[int]) -> None
     assert list(taken) == [values[index] for index in indices]
 
 
-WRONG_OUTPUTS = {
-    "shape": torch.empty(4, 3),
-    "dtype": torch.empty(3, 3, dtype=torch.float64),
-    "layout": torch.empty(3, 3).T,
-    "read-only": np.frombuffer(bytes(36), np.float32).reshape(3, 3),
-    "kind": [[0.0] * 3] * 3,
+WRONG_OUTPUTS: dict[str, tuple[Any, str]] = {
+    "shape": (torch.empty(4, 3), r"Tensor of shape \(4, 3\)"),
+    "dtype": (torch.empty(3, 3, dtype=torch.float64), "float64"),
+    "layout": (torch.empty(3, 3).T, "not contiguous"),
+    "device": (torch.empty(3, 3, device="meta"), "on meta"),
+    "sparse": (torch.empty(3, 3).to_sparse(), "sparse_coo"),
+    "read-only": (np.frombuffer(bytes(36), np.float32).reshape(3, 3), "read-only"),
+    "kind": ([[0.0] * 3] * 3, r"list of shape \(\)"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_OUTPUTS)
 def test_an_output_that_does_not_fit_is_a_type_error(wrong: str) -> None:
-    array = np.ones((5, 3), np.float32)
+    array, (out, why) = np.ones((5, 3), np.float32), WRONG_OUTPUTS[wrong]
     for store in (share(list(array)), share(list(torch.from_numpy(array)))):
-        with pytest.raises(TypeError, match="gathered into"):
-            store.take([0, 1, 2], WRONG_OUTPUTS[wrong])
+        with pytest.raises(TypeError, match=f"gathered into .*, not .*{why}"):
+            store.take([0, 1, 2], out)
 
 
 def test_rows_that_are_no_numbers_have_no_output() -> None:
@@ -234,6 +236,15 @@ def test_the_description_tells_what_is_saved() -> None:
     dicts = 20_000 * (sys.getsizeof({"path": 1, "label": 2}) + sys.getsizeof("0" * 30) + 8)
     assert dicts <= what.python_nbytes <= 1.3 * dicts
     assert what.nbytes == pytest.approx(20_000 * (30 + 4 + 1), rel=0.1)
+
+
+def test_the_description_of_a_slice_has_the_fields_in_proportion() -> None:
+    store = share([{"path": f"{n:030d}", "label": n} for n in range(1000)])
+    whole, half = store.describe(), store[::2].describe()
+    assert [(one.name, one.type) for one in half.fields] == [(one.name, one.type) for one in whole.fields]
+    assert [2 * one.nbytes for one in half.fields] == pytest.approx(
+        [one.nbytes for one in whole.fields], abs=1
+    )
 
 
 def test_a_tensor_has_a_storage_of_its_own_bytes() -> None:

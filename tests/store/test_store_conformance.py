@@ -3,14 +3,17 @@
 import datetime as dt
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from lazy_files import write
 from store_samples import Colour, Custom, Frozen, Person, Point
 
+import shmloader
 from shmloader import share
 from shmloader.store import Store
 from shmloader.store import testing as conformance
@@ -109,6 +112,19 @@ def test_every_kind_of_store_conforms(kind: str) -> None:
     store, rows = KINDS[kind]()
     for check in conformance.CHECKS:
         check(store, rows)
+
+
+def sample(n: int) -> dict[str, Any]:
+    return {"n": n, "text": str(n), "array": np.arange(n % 5), "tensor": torch.full((2,), n)}
+
+
+@pytest.mark.parametrize("how", [{}, {"lazy": True}, {"lazy": True, "cache_nbytes": 1}], ids=str)
+def test_stores_of_files_conform(how: dict[str, Any], tmp_path: Path) -> None:
+    rows = [sample(n) for n in range(39)]
+    write(tmp_path / "parquet", rows)  # three files, of several row groups each
+    share(rows).save(tmp_path / "x.arrow")
+    for check in conformance.CHECKS:
+        check(shmloader.open(tmp_path / ("parquet" if how else "x.arrow"), **how), rows)
 
 
 class Wrong(RowStore):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import datetime as dt
 import decimal
+import errno
 import json
 import os
 import pickle
+import stat
 import subprocess
 import sys
 import types
@@ -125,7 +127,7 @@ def test_a_file_replaced_while_it_is_opened_is_not_mapped_with_the_old_length(
         return open_file(name, *arguments, **others)
 
     monkeypatch.setattr(os, "open", open_once_replaced)
-    with pytest.raises(LoaderError, match="has changed since data was mapped from it"):
+    with pytest.raises(LoaderError, match="was changed since it was opened"):
         open_store(path)
     assert open_store(path) == RECORDS
 
@@ -356,7 +358,7 @@ def test_a_file_that_has_changed_is_an_error_with_before_and_after(
     else:
         os.utime(path, (1, 1))
     with pytest.raises(
-        LoaderError, match=rf"has changed .* inode {inode}, .* now .* inode {path.stat().st_ino}"
+        LoaderError, match=rf"was changed .* inode {inode}, .* now .* inode {path.stat().st_ino}"
     ):
         pickle.loads(pickled)
     assert store[3] == data[3]
@@ -407,6 +409,21 @@ def test_a_failed_save_leaves_no_file_and_the_old_one_as_it_was(
     monkeypatch.undo()
     assert os.listdir(tmp_path) == ["data.arrow"]
     assert list(open_store(path, allow_pickle=True)) == RECORDS
+
+
+def test_a_file_system_that_syncs_no_folders_takes_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def of_files(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", of_files)
+    share(RECORDS).save(tmp_path / "data.arrow")
+    assert list(open_store(tmp_path / "data.arrow", allow_pickle=True)) == RECORDS
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -533,6 +550,13 @@ def test_a_name_instead_of_a_list_of_columns_is_refused(tmp_path: Path) -> None:
     share([{"a": 1, "b": 2, "ab": 3}]).save(tmp_path / "a.arrow")
     with pytest.raises(TypeError, match=r"such as \['ab'\]"):
         open_store(tmp_path / "a.arrow", columns="ab")
+
+
+def test_a_column_that_a_wide_file_lacks_is_named_in_a_short_message(tmp_path: Path) -> None:
+    share([{f"column {n}": n for n in range(3000)}]).save(tmp_path / "a.arrow")
+    with pytest.raises(KeyError, match="has no column 'b'; it has 'column 0', 'column 1'") as raised:
+        open_store(tmp_path / "a.arrow", columns=["b"])
+    assert len(str(raised.value)) < 1500
 
 
 GONE = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 import os
 import resource
 import signal
@@ -23,6 +25,7 @@ from host_ranks import FORK, ROWS, Box, Building, Rank, build, build_never, buil
 from shmloader import LoaderError, NotSharedWarning, ShareTimeout
 from shmloader.store import host_server, share
 from shmloader.store.host import share_on_host
+from shmloader.store.job import job_of_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs abstract sockets")
 
@@ -209,6 +212,12 @@ def test_a_wait_ends_after_its_timeout_and_names_the_builder(start: Any, name: s
     builder.kill()
 
 
+def test_a_rank_may_wait_without_an_end(start: Any, name: str) -> None:
+    builder = start(build_slowly)
+    assert builder.hear() == "building"
+    assert share_on_host(Building(build_never), name=name, timeout_s=math.inf) == ROWS
+
+
 def test_runs_are_kept_apart(name: str) -> None:
     kept = [share_on_host(Building(build), name=name, job=job) for job in ("one run", "another")]
     assert len({os.fstat(shared.buffer.fd).st_ino for shared in kept}) == 2
@@ -252,6 +261,16 @@ def test_ranks_of_one_launcher_have_one_run(launcher: str) -> None:
     one, other = LAUNCHED[launcher]
     assert asked(one) == asked(one | {"RANK": "1", "SLURM_PROCID": "1", "LOCAL_RANK": "1"})
     assert asked(one) != asked(other)
+
+
+def test_a_clock_that_is_set_makes_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmloader.store.job._initial_environment", dict)
+    times = itertools.count()
+    monkeypatch.setattr("psutil.Process.create_time", lambda _: next(times))
+    kind, process = job_of_process("x")
+    assert [kind, process] == job_of_process("x")
+    assert process.split()[0] in (str(os.getpid()), str(os.getppid()))
+    assert len(process.split()) == 2
 
 
 def test_lightnings_first_rank_has_the_run_of_those_that_it_starts() -> None:

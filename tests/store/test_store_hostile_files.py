@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
 import pytest
 from store_samples import Person
 
 import shmloader
 from shmloader import share
-from shmloader.store.columns.arrays import Arrays
+from shmloader.store.columns.arrays import Arrays, Scalars
 from shmloader.store.columns.mixed import Links
 from shmloader.store.columns.records import Dataclasses, Namedtuples
-from shmloader.store.columns.values import Enums, Pickles
+from shmloader.store.columns.values import Decimals, Enums, Pickles
+from shmloader.store.handles import pack, unpack
 
 
 class Bomb:
@@ -49,6 +53,25 @@ def test_pickled_values_are_read_only_where_that_is_allowed(
         shmloader.open(path)
     assert shmloader.open(path, columns=["a"])[2] == {"a": 1}
     assert shmloader.open(path, allow_pickle=True)[1] == {"a": 1, "b": 1j}
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_pickled_values_of_a_file_that_was_exchanged_after_the_check_are_read_by_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    column = Pickles(pa.binary(), types=["x"]).wrap(pa.array([pickle.dumps(Bomb())]))
+    table = pa.table({"a": column})
+    if suffix == "arrow":
+        pa.feather.write_feather(table, "bomb.arrow", compression="uncompressed")
+    else:
+        pq.write_table(table, "bomb.parquet")
+    monkeypatch.setattr("shmloader.store.files._check_columns", lambda *_, **__: None)
+    store = shmloader.open(f"bomb.{suffix}")
+    for one in (store, unpack(*pack(store))):
+        with pytest.raises(pickle.UnpicklingError):
+            one[0]
     assert not (tmp_path / "exploded").exists()
 
 
@@ -227,6 +250,10 @@ HOSTILE: dict[str, Any] = {
     "a tensor of no dtype": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os").wrap(
         pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
     ),
+    "a text that is not Unicode": lambda: Scalars(pa.binary(4), dtype="<U1").wrap(
+        pa.array([b"\xff" * 4], pa.binary(4))
+    ),
+    "a decimal that is no number": lambda: Decimals(pa.string()).wrap(pa.array(["1.5.2"])),
 }
 
 
@@ -234,7 +261,7 @@ HOSTILE: dict[str, Any] = {
 def test_types_that_contradict_themselves_are_errors_that_name_the_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / "hostile.arrow"
     write(path, HOSTILE[name]())
-    for read in (list, lambda store: store.take([0] * 20)):
+    for read in (list, np.asarray, lambda store: store.take([0] * 20)):
         with pytest.raises(ValueError, match=r"hostile\.arrow"):
             read(shmloader.open(path))
 

@@ -209,7 +209,7 @@ def test_files_of_one_pattern_may_differ_in_the_types_of_columns(tmp_path: Path)
     assert store.to_arrow().to_pylist() == rows
     share([{"other": 1}]).save(tmp_path / "part 2.arrow")
     with pytest.raises(
-        ValueError, match=r"part 2\.arrow has other rows than .*part 0\.arrow: table of other instead"
+        ValueError, match=r"part 2\.arrow has other rows than .*part 0\.arrow: table of 'other' instead"
     ):
         open_store(str(tmp_path / "part *.arrow"))
 

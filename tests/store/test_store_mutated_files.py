@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import struct
 import subprocess
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -347,6 +349,17 @@ def test_the_changed_block_of_a_file_is_named(tmp_path: Path) -> None:
     data[1_500_000] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"saved\.arrow.*bytes 1,048,576 to [\d,]+ are not"):
+        shmloader.open(path)
+
+
+def test_checksums_of_more_bytes_than_a_file_has_are_refused_before_they_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "made up.arrow"
+    share([1, 2]).save(path)
+    data = path.read_bytes()
+    footer = data[data.rindex(b"shmlCRC2") + 8 :]
+    record = struct.pack("<8sQI8s", b"shmlCRC2", 1 << 40, zlib.crc32(footer), b"shmlCRC2")
+    path.write_bytes(data[: -len(record + footer)] + record + footer)
+    with pytest.raises(ValueError, match="its footer or its checksums are not those"):
         shmloader.open(path)
 
 

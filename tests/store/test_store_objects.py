@@ -176,6 +176,19 @@ def test_a_loader_asks_a_sequence_s_own_class_for_each_sample(kind: Any) -> None
     assert second.tolist() == list(range(9, 17))
 
 
+class ListOfItems(UserDict[str, int]):
+    def items(self) -> Any:
+        return sorted(super().items(), reverse=True)
+
+
+def test_a_mapping_whose_items_are_a_list_is_shared_by_its_keys() -> None:
+    numbers = {str(n): n for n in range(100)}
+    shared = share(ListOfItems(numbers))
+    assert isinstance(shared, MappingStore)
+    assert list(shared.items()) == list(numbers.items())
+    assert all(shared[key] == number for key, number in numbers.items())
+
+
 @pytest.mark.parametrize("value", [np.zeros((), [("a", "i4", (300_000,))]), np.array("x" * 300_000)])
 def test_one_large_value_in_an_array_without_dimensions_is_shared(value: Any) -> None:
     for shared in (share(Holder(value=value)).value, share(value)):

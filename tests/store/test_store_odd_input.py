@@ -10,6 +10,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from shmloader import NotSharedWarning, SharedMemoryExhausted, share
-from shmloader.store import Store
+from shmloader.store import Store, open_store
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.job import fingerprint_of
 from shmloader.store.testing import identical
@@ -194,6 +195,14 @@ def test_an_error_of_a_row_is_not_its_own_cause() -> None:
         assert caught.value.__context__ is None
 
 
+def test_an_error_of_a_pickled_row_is_its_own_where_only_another_file_has_pickles(tmp_path: Path) -> None:
+    share([1, 2]).save(tmp_path / "a.arrow")
+    share([Refuses(n) for n in range(2)]).save(tmp_path / "b.arrow")
+    store = open_store([tmp_path / "a.arrow", tmp_path / "b.arrow"], allow_pickle=True)
+    with pytest.raises(ValueError, match=r"^not again$"):
+        store[2]
+
+
 class Refuses:
     def __init__(self, number: int) -> None:
         self.number = number
@@ -236,6 +245,16 @@ def test_a_function_that_calls_itself_has_a_fingerprint() -> None:
         return count
 
     assert fingerprint_of(make(1)) == fingerprint_of(make(1)) != fingerprint_of(make(2))
+
+
+def test_defaults_by_keyword_alone_are_part_of_a_fingerprint() -> None:
+    def make(split: str) -> Any:
+        def build(*, of: str = split) -> str:
+            return of
+
+        return build
+
+    assert fingerprint_of(make("train")) == fingerprint_of(make("train")) != fingerprint_of(make("valid"))
 
 
 def test_columns_of_one_name_are_an_error_that_names_them() -> None:

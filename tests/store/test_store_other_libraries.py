@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import subprocess
 import sys
 import textwrap
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +115,14 @@ def test_pandas_frames_in_a_dataset_are_frames_over_shared_memory(pandas: Any) -
         for values in (frames.frame["n"], frames.frame["x"], frames.series):
             assert is_shared(values.to_numpy(), MappedFiles())
     assert again.frame.iloc[-1].to_dict() == original.frame.iloc[-1].to_dict()
+
+
+def test_sharing_frames_again_adds_no_reducer(pandas: Any) -> None:
+    reducers = []
+    for _ in range(3):
+        share(SimpleNamespace(frame=pandas.DataFrame({"n": np.arange(300_000)})))
+        reducers.append(dict(ForkingPickler(io.BytesIO()).dispatch_table))
+    assert reducers[0] == reducers[1] == reducers[2]
 
 
 def test_frames_keep_their_types_and_their_index(pandas: Any) -> None:

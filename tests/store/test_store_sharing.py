@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from shmloader import NotSharedWarning, share
-from shmloader.store import MappingStore, SetStore, Store, kinds
+from shmloader.store import MappingStore, SetStore, Store, objects
 from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
 from shmloader.store.testing import identical as same
 
@@ -373,7 +373,7 @@ def test_overlapping_views_count_for_the_memory_that_they_take() -> None:
     windows = np.lib.stride_tricks.sliding_window_view(series, 1000)
     for one in (windows, torch.zeros(1000).expand(5000, 1000)):
         assert one.nbytes > 1 << 23
-        assert kinds.estimate_nbytes(one) < 1 << 20
+        assert objects.estimate_nbytes(one) < 1 << 20
 
 
 def test_a_field_of_rows_that_have_none_is_an_error_that_says_what_rows_are() -> None:

@@ -14,8 +14,9 @@ import torch
 from caught_warnings import caught_warnings
 
 from shmloader import DataLoader, share
-from shmloader.store import base, kinds, unshared
+from shmloader.store import base, unshared
 from shmloader.store.graph import Graph
+from shmloader.store.objects import estimate_nbytes
 
 ran: list[str] = []
 assert base.SharedObject  # loaded, as in a program that shares something
@@ -178,7 +179,7 @@ def odd(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_a_search_and_sizes_run_no_code(odd: Any) -> None:
     graph = Graph(odd)
     paths = [node.path for node in graph.nodes.values()]
-    sizes = [kinds.estimate_nbytes(node.value, arrays=False) for node in graph.nodes.values()]
+    sizes = [estimate_nbytes(node.value, arrays=False) for node in graph.nodes.values()]
     assert ran == []
     assert len(paths) >= 3
     assert max(sizes) > 1 << 20

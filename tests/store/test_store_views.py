@@ -6,6 +6,7 @@ import copy
 import json
 import multiprocessing
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from store_strategies import ARRAYS, SCALARS, containers
 import shmloader
 from shmloader.store import MappingStore, Store
 from shmloader.store import rows as stores
-from shmloader.store.columns import kind, lists, mixed
+from shmloader.store.columns import kind, lists
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.handles import pack, unpack
 
@@ -35,7 +36,7 @@ BY_KEY = {f"key {n}": {"n": n} for n in range(300)}
 @pytest.fixture
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if containers of more than some 20 values were large."""
-    for module in (kind, lists, mixed):
+    for module in (kind, lists):
         monkeypatch.setattr(module, "MOST_BUILT", 300)
     monkeypatch.setattr(stores.RowStore.__init__, "__defaults__", ((), False, stores.RowViews(300)))
 
@@ -69,6 +70,40 @@ def test_the_rule_goes_by_the_work_of_building() -> None:
         assert same(read[0], small)
         assert is_view(read[1])
         assert read[1] == large
+
+
+def work(value: Any) -> int:
+    """The work of building a value, as docs/stores.md has it."""
+    if isinstance(value, dict):
+        names = [] if "a" in value else list(value)
+        return 128 + sum(map(work, [*names, *value.values()]))
+    if isinstance(value, list | tuple):
+        return 128 + sum(map(work, value))
+    return 1 if isinstance(value, int | float) else 16
+
+
+SEVERAL: list[list[Any]] = [TEXTS[:100], TEXTS[:200], NUMBERS[:200]]
+WEIGHED: dict[str, Callable[[int], Any]] = {
+    "numbers": lambda n: [n] * (n % 5),
+    "texts": lambda n: [f"text {n}"] * (n % 5),
+    "pairs": lambda n: [[n, n / 2]] * (n % 3),
+    "pairs of lists": lambda n: [[[n] * (n % 4), [n]]] * (n % 3),
+    "several kinds": lambda n: [n, "x", [n] * (n % 4), n / 2, ["y"] * (n % 3), (n, "z")][: n % 7],
+    "dicts": lambda n: {number: ["x"] * number for number in range(n % 5)},
+    "records": lambda n: [{"a": n, "b": [str(n)] * (n % 3)}] * (n % 4),
+    "the same": lambda n: [SEVERAL[n % 3], SEVERAL[2]],
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_the_weight_of_a_row_is_the_work_of_building_it(name: str) -> None:
+    rows = [WEIGHED[name](n) for n in range(200)]
+    weights = np.broadcast_to(kind.weights_of(shmloader.share(rows).field(0)), len(rows))
+    assert weights.tolist() == list(map(work, rows))
+    holes = [None if n % 3 == 0 else [row, None, row] for n, row in enumerate(rows)]
+    weights = np.broadcast_to(kind.weights_of(shmloader.share(holes).field(0)), len(rows))
+    of_none = {weights[n] - 128 - 2 * work(row) for n, row in enumerate(rows) if holes[n]}
+    assert of_none <= {0, 1, 16, 128}
 
 
 def test_rows_with_names_are_dicts_whatever_they_hold() -> None:
@@ -185,6 +220,23 @@ def test_a_view_goes_to_other_processes_by_handle(large: Any) -> None:
     there = unpack(pickled, buffers)
     assert is_view(there)
     assert there == large
+
+
+def test_tensors_of_a_view_may_be_written_to_where_it_came_with_its_contents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Small columns are sent so; torch makes tensors of what is read-only, too."""
+    view = shmloader.share([[torch.full((2,), n, dtype=torch.int16) for n in range(300)]] * 2)[1]
+    there = unpack(*pack(view))
+    writeable, wrap = [], torch.from_numpy
+
+    def noted(array: Any) -> torch.Tensor:
+        writeable.append(array.flags.writeable)
+        return wrap(array)
+
+    monkeypatch.setattr(torch, "from_numpy", noted)
+    assert there[3].add_(1).tolist() == [4, 4]
+    assert writeable == [True]
 
 
 class Views(torch.utils.data.Dataset[Any]):

@@ -248,16 +248,15 @@ def _size_of(items: Any, kind: ArrayKind) -> int:
 
 
 def _flat(values: Any, kind: ArrayKind, memory: SharedBuffer | None) -> Array:
-    """All items of a column; writable for tensors in shared memory."""
+    """All items of a column; writable for tensors: in shared memory as they are, from elsewhere as a copy."""
     buffer = values.buffers()[1]
     if buffer is None or not buffer.size:
         return np.empty(0, kind.dtype)
-    source, offset = buffer, 0
-    if kind.torch_dtype is not None and memory is not None and Origin(memory).holds(buffer):
+    source, offset = memoryview(buffer).toreadonly(), 0  # Arrow's own memory may be written to
+    if kind.torch_dtype is not None and memory is not None and memory.holds(buffer.address):
         source, offset = memory.private, buffer.address - memory.address
+    elif kind.torch_dtype is not None:
+        source = memoryview(bytearray(source))
     nbytes = (len(values) + values.offset) * values.type.bit_width // 8
     # Not np.ndarray(shape, dtype, source): that looks behind a read-only view.
-    flat = np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)
-    if kind.torch_dtype is None:
-        flat.setflags(write=False)  # also in memory of Arrow's own, which may be written
-    return flat
+    return np.frombuffer(source, kind.dtype, min(nbytes, buffer.size) // kind.dtype.itemsize, offset)

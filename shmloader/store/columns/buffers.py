@@ -86,6 +86,11 @@ def octets_of(array: Any, number: int) -> memoryview[Any]:
     return memoryview(b"" if buffer is None else buffer).cast("B")
 
 
+def bits_of(array: Any, number: int) -> Array:
+    """The bytes of a buffer that have the bits of an array's rows: that of the first at ``offset & 7``."""
+    return np.asarray(octets_of(array, number))[array.offset >> 3 : (array.offset + len(array) + 7) >> 3]
+
+
 def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any]:
     """``count`` numbers of a buffer, from the array's first row on."""
     octets, size = octets_of(array, buffer), np.dtype(code).itemsize

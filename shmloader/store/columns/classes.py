@@ -86,20 +86,15 @@ def maker_of(kind: Any, names: Collection[str]) -> Callable[[dict[str, Any]], An
             "without this column (columns=[...]), or where that class is not imported"
         )
     make_empty: Any = kind.__new__
-    set_slot = object.__setattr__  # frozen dataclasses let nothing else through
+    set_attribute = object.__setattr__  # frozen dataclasses let nothing else through
 
     def make(state: dict[str, Any]) -> Any:
         instance: Any = make_empty(kind)
-        instance.__dict__.update(state)
+        for name, value in state.items():  # by its __dict__, attributes would be slower to read
+            set_attribute(instance, name, value)
         return instance
 
-    def make_with_slots(state: dict[str, Any]) -> Any:
-        instance: Any = make_empty(kind)
-        for name, value in state.items():
-            set_slot(instance, name, value)
-        return instance
-
-    return make if kind.__dictoffset__ else make_with_slots
+    return make
 
 
 class ClassFinder:

@@ -29,6 +29,7 @@ from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.buffers import mask_of, numbers_to_arrow
 from shmloader.store.columns.classes import name_of_class
 from shmloader.store.columns.kind import (
+    COLUMN,
     Kind,
     Origin,
     PythonType,
@@ -43,7 +44,7 @@ from shmloader.store.columns.kind import (
     types_in,
 )
 from shmloader.store.columns.lists import Lists, list_over
-from shmloader.store.columns.mixed import MOST_KINDS, Dictionaries, Links, union_of
+from shmloader.store.columns.mixed import MOST_KINDS, Links, union_of
 from shmloader.store.columns.values import Octets, Pickles, Texts
 
 _MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a cycle that was not found
@@ -56,9 +57,6 @@ _MOST_REFERENCES = 1000  # that are followed from a value before it counts as fr
 
 Place = tuple[int, int]
 """A row of a container that was written before: the number of the container, and of the row."""
-
-COLUMN = {b"shmloader": b'{"rows": "column", "version": 1}'}
-"""Metadata of a schema whose one column has the rows."""
 
 
 class ColumnEncoder:
@@ -123,7 +121,8 @@ class ColumnEncoder:
         repeated = _repeated(values)
         if repeated is not None:
             places, different = repeated
-            return Dictionaries.write_places(places, self._each(kind, different, depth))
+            words = self._each(kind, different, depth)
+            return dictionary_inside(pa.DictionaryArray.from_arrays(places, words))
         return self._each(kind, values, depth)
 
     def _linked(self, link: int | None, kind: type[Kind], values: list[Any], depth: int) -> Any:
@@ -256,7 +255,7 @@ def united(parts: list[Any]) -> list[Any]:
 
 def decoded(column: Any) -> Any:
     """A column without a dictionary around its values."""
-    return column.dictionary.take(column.indices) if arrow.is_dictionary(column.type) else column
+    return column.dictionary_decode() if arrow.is_dictionary(column.type) else column
 
 
 def decoded_inside(column: Any) -> Any:

@@ -12,11 +12,13 @@ object is code. Classes are given by module and name; `ClassFinder` looks them u
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
+import numpy as np
 import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array, ArrayKind
@@ -27,6 +29,12 @@ from shmloader.store.sealed_buffer import SharedBuffer
 
 VERSION = 1
 """The version of the JSON object; files with a larger one are refused."""
+
+FORM = b"shmloader"
+"""Key of the metadata by which a schema tells what its rows are."""
+
+COLUMN = {FORM: json.dumps({"rows": "column", "version": VERSION}).encode()}
+"""Metadata of a schema whose one column has the rows."""
 
 Reader = Callable[[int], Any]
 """Reads one row of a column, by its number in the column."""
@@ -81,19 +89,25 @@ class Origin:
     source: str = ""
     views: Views | None = None
 
-    def holds(self, buffer: Any) -> bool:
-        """Whether a buffer begins in the memory."""
-        memory = self.memory
-        return bool(buffer and memory and 0 <= buffer.address - memory.address < memory.nbytes)
-
     def octets(self, buffer: Any) -> tuple[Any, int]:
-        """Memory to slice a buffer's bytes from, and the place where they begin there.
+        """Memory whose slices are bytes, and the place where those of a buffer begin there.
 
-        Slices of an mmap are bytes, made quicker than those of a memoryview.
+        An mmap's slices are made quicker than those of a memoryview.
         """
-        if self.memory is None or not self.holds(buffer):
-            return (b"" if buffer is None else memoryview(buffer)), 0
-        return self.memory.mapping, buffer.address - address_of(self.memory.mapping)
+        memory: Any = memoryview(b"" if buffer is None else buffer)
+        begin = 0
+        if buffer and self.memory is not None and self.memory.holds(buffer.address):
+            memory = self.memory.mapping
+            begin = buffer.address - address_of(self.memory.mapping)
+        return (_SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory), begin
+
+
+class _SlicesAsBytes:
+    def __init__(self, memory: memoryview[Any]) -> None:
+        self._memory = memory
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._memory[part])
 
 
 class Block(NamedTuple):
@@ -106,12 +120,11 @@ class Block(NamedTuple):
     bit: int | None = None  # the place of the first value in the bytes
 
 
-class Weight(NamedTuple):
-    """The work of building values: a number counts 1, another value 16, a container 128 and its contents."""
+Weights = int | Array
+"""The work of building each row: an array, or one int if all take the same.
 
-    least: int  # of one row
-    most: int
-    of: Callable[[int, int], int]  # of the rows from one to another
+A number counts 1, another value 16, a container 128 and its contents.
+"""
 
 
 class UnfitError(Exception):
@@ -128,9 +141,10 @@ class Kind:
     Attributes:
         takes: The Python types whose values it writes.
         is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
-        nests: Whether a value may be reached from itself.
+        nests: Whether a value may be reached from itself; such a kind is no leaf.
         nullable: Whether a column can have nulls beside its values.
         is_number: Whether its values are made as quickly as numbers.
+        EXACT: The only type of Arrow's with its id that it reads; None if it reads all.
     """
 
     takes: ClassVar[tuple[type[Any], ...]] = ()
@@ -138,6 +152,7 @@ class Kind:
     nests: ClassVar[bool] = False
     is_number: ClassVar[bool] = False
     nullable: bool = True
+    EXACT: ClassVar[Any] = None
 
     def __init_subclass__(
         cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
@@ -148,11 +163,10 @@ class Kind:
             arrow: The types of Arrow's that it reads; of types with parameters any one, see `fits`.
             where: Whether it writes the values of a type that no kind ``takes``.
         """
+        cls.is_leaf = cls.is_leaf and not cls.nests
         _TAKES.update(dict.fromkeys(vars(cls).get("takes", ()), cls))
         _TAKES_WHERE.extend([(where, cls)] if where else [])
         _BY_ID.update({kind if kind is None else kind.id: cls() for kind in arrow})
-
-    EXACT: ClassVar[Any] = None  # the only type of Arrow's with this id that it reads
 
     def fits(self, kind: Any) -> bool:
         """Whether it reads a type of Arrow's that has the id of its own."""
@@ -196,10 +210,9 @@ class Kind:
         """The column as one array; None if its values have not all one shape and dtype."""
         return None
 
-    def weight(self, column: Any) -> Weight:
-        """The work of building rows."""
-        each = 1 if self.is_number else 16 if self.is_leaf else 128
-        return Weight(each, each, lambda begin, end: each * (end - begin))
+    def weights(self, column: Any) -> Weights:
+        """The work of building each row."""
+        return 1 if self.is_number else 16 if self.is_leaf else 128
 
     def describe(self, kind: Any) -> str:
         """The type for people."""
@@ -239,8 +252,6 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
 
     NAME: ClassVar[str]
     OVER: ClassVar[Any]
-    maker: Callable[[Origin], Callable[[Any], Any]]
-    """Gives the function that makes a value of what it is kept as; for `getter`."""
 
     def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
         """Make a kind known, under a name in files, over storage of some kinds."""
@@ -267,16 +278,15 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return cls(storage, **found)
 
     def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
+        if not isinstance(other, PythonType) or type(self) is not type(other):
             return False
-        assert isinstance(other, PythonType)
         return bool(self.storage_type == other.storage_type) and self.parameters == other.parameters
 
     def __hash__(self) -> int:
         return hash((self.NAME, str(self.storage_type)))
 
     def __reduce__(self) -> Any:
-        return _make_type, (type(self), self.storage_type, self.parameters)
+        return functools.partial(type(self), **self.parameters), (self.storage_type,)
 
     @classmethod
     def around(cls, storage: Any, **parameters: Any) -> Any:
@@ -303,23 +313,24 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         make, read = self.maker(origin), reader_of(column.storage, origin, nulls=False)
         return lambda i: make(read(i))
 
+    def maker(self, origin: Origin) -> Callable[[Any], Any]:
+        """The function that makes a value of what it is kept as: its type, of several the one of ``kind``."""
+        types = {one.__name__: one for one in self.takes}
+        return types[self.parameters.get("kind", self.takes[0].__name__)]
+
     def form(self, kind: Any) -> Hashable:
         return self.NAME, json.dumps(self.parameters, sort_keys=True), form_of_type(self.storage_type)
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         return [self.rewrap(storage) for storage in united([part.storage for part in parts])]
 
-    def weight(self, column: Any) -> Weight:
-        return weight_of(column.storage) if self.nests else super().weight(column)
+    def weights(self, column: Any) -> Weights:
+        return weights_of(column.storage) if self.nests else super().weights(column)
 
     def describe(self, kind: Any) -> str:
         said = self.parameters
         parts = [str(said[key]) for key in ("python", "dtype", "shape", "kind") if key in said]
         return " ".join([self.NAME.removeprefix("shmloader."), *parts])
-
-
-def _make_type(kind: type[PythonType], storage: Any, parameters: dict[str, Any]) -> PythonType:
-    return kind(storage, **parameters)
 
 
 def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
@@ -368,10 +379,17 @@ def block_of(column: Any, memory: SharedBuffer | None) -> Block | None:
     return None if block is None or block.bit is not None else block
 
 
-def weight_of(column: Any) -> Weight:
-    """The work of building rows of a column."""
+def weights_of(column: Any) -> Weights:
+    """The work of building each row of a column."""
     column = dictionary_outside(column)
-    return kind_of(column.type).weight(column)
+    return kind_of(column.type).weights(column)
+
+
+def weights_at(weights: Weights, places: Array) -> Weights:
+    """The weights of the rows at some places, which a damaged file may have outside of the column."""
+    if isinstance(weights, int):
+        return weights
+    return weights.take(places.astype(np.int64, copy=False), mode="clip") if len(weights) else 0
 
 
 def storage_of(column: Any) -> Any:

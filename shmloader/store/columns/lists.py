@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,12 +23,14 @@ from shmloader.store.columns.kind import (
     PythonType,
     Reader,
     United,
-    Weight,
+    Views,
+    Weights,
     items_of,
     kind_of,
     reader_of,
     type_name,
-    weight_of,
+    weights_at,
+    weights_of,
 )
 from shmloader.store.sealed_buffer import SharedBuffer
 
@@ -55,45 +58,48 @@ def _numbers_in(items: Any) -> memoryview[Any] | None:
     return found if isinstance(found, memoryview) else None
 
 
-def built_or_view(build: Reader, make: MakeView, ends: Sequence[int], items: Weight, heaviest: int) -> Reader:
-    """The reader of containers of which heavy ones are views.
+def weights_between(ends: Sequence[int], items: Weights) -> Weights:
+    """The weight of the items of each container, which have these ends."""
+    places = np.asarray(ends).astype(np.int64)
+    if isinstance(items, int):
+        return items * np.diff(places)
+    return np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), places))
 
-    Args:
-        build: Reads one as a list or dict.
-        make: Makes the view of one.
-        ends: The places where the items of each row begin, and those of the last one end.
-        items: The weight of the items.
-        heaviest: The weight of items up to which containers are built.
+
+class _Containers(Kind):
+    """Kinds of containers of which heavy ones are views, where these are wanted.
+
+    Attributes:
+        builder: Gives the function that builds a row.
+        ends: Gives the places where the items of each row begin, and those of the last one end.
+        contents: Gives the weight of what each row holds.
+        view: Gives the function that makes views of rows, and the weight up to which these are built.
     """
-    few, many = heaviest // max(items.most, 1), heaviest // max(items.least, 1)
-    weigh = items.of
 
-    def read(i: int) -> Any:
-        begin, end = ends[i], ends[i + 1]
-        if end - begin <= few or (end - begin <= many and weigh(begin, end) <= heaviest):
-            return build(i)
-        return make(begin, end)
+    builder: Callable[[Any, Origin], Reader]
+    ends: Callable[[Any], Sequence[int]]
+    contents: Callable[[Any], Weights]
+    view: Callable[[Any, Origin, Views], tuple[MakeView, int]]
 
-    return read
+    def getter(self, column: Any, origin: Origin) -> Reader:
+        if origin.views is None:
+            return self.builder(column, origin)
+        weights = np.broadcast_to(self.contents(column), len(column))
+        if weights.max(initial=0) <= min(MOST_BUILT, origin.views.heaviest_dict):
+            return self.builder(column, replace(origin, views=None))  # nor is anything inside of them heavy
+        build, ends = self.builder(column, origin), self.ends(column)
+        make, heaviest = self.view(column, origin, origin.views)
+        heavy = frozenset(np.flatnonzero(weights > heaviest).tolist())
+        return lambda i: make(ends[i], ends[i + 1]) if i in heavy else build(i)
 
-
-def weight_of_containers(ends: Sequence[int], items: Weight) -> Weight:
-    """The work of building containers whose items have these ends."""
-    some = np.asarray(ends[:2] if isinstance(ends, range) else ends)
-    longest = int(np.diff(some).max(initial=0))
-    weigh = items.of
-
-    def of(begin: int, end: int) -> int:
-        return 128 * (end - begin) + weigh(ends[begin], ends[end])
-
-    return Weight(128, 128 + longest * items.most, of)
+    def weights(self, column: Any) -> Weights:
+        return 128 + self.contents(column)
 
 
-class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
+class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
     """Lists, as the items of all, and the ends of each; of one length as `FixedLists`."""
 
     takes = (list,)
-    is_leaf = False
     nests = True
 
     @classmethod
@@ -103,27 +109,21 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
             return pa.FixedSizeListArray.from_arrays(items, int(lengths[0]))
         return lists_to_arrow(lengths, items)
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        build = self._builder(column, origin)
-        if origin.views is None or self.weight(column).most <= MOST_BUILT:
-            return build
-        make = origin.views.of_lists(column.values, origin)
-        return built_or_view(build, make, self._ends(column), weight_of(column.values), MOST_BUILT)
-
-    def _builder(self, column: Any, origin: Origin) -> Reader:
-        """The reader that makes whole lists."""
+    def builder(self, column: Any, origin: Origin) -> Reader:
         ends, numbers = ends_of(column), _numbers_in(column.values)
         if numbers is not None:
             return lambda i: numbers[ends[i] : ends[i + 1]].tolist()
         read = reader_of(column.values, origin)
         return lambda i: [*map(read, range(ends[i], ends[i + 1]))]
 
-    def _ends(self, column: Any) -> Sequence[int]:
-        """The places where the items of each row begin, and those of the last one end."""
+    def ends(self, column: Any) -> Sequence[int]:
         return ends_of(column)
 
-    def weight(self, column: Any) -> Weight:
-        return weight_of_containers(self._ends(column), weight_of(column.values))
+    def contents(self, column: Any) -> Weights:
+        return weights_between(ends_of(column), weights_of(column.values))
+
+    def view(self, column: Any, origin: Origin, views: Views) -> tuple[MakeView, int]:
+        return views.of_lists(column.values, origin), MOST_BUILT
 
     def form(self, kind: Any) -> Hashable:
         return "list"
@@ -144,7 +144,7 @@ class Lists(Kind, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
 class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
     """Lists of one length."""
 
-    def _builder(self, column: Any, origin: Origin) -> Reader:
+    def builder(self, column: Any, origin: Origin) -> Reader:
         size, numbers = column.type.list_size, _numbers_in(column.values)
         first = column.offset * size
         if numbers is not None:
@@ -154,11 +154,18 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
             return lambda i: [read(first + i)]
         return lambda i: [*map(read, range(first + i * size, first + i * size + size))]
 
-    def _ends(self, column: Any) -> Sequence[int]:
+    def ends(self, column: Any) -> Sequence[int]:
         size, first = column.type.list_size, column.offset
         if not size:
             return [0] * (len(column) + 1)
         return range(first * size, (first + len(column) + 1) * size, size)
+
+    def contents(self, column: Any) -> Weights:
+        size, items = int(column.type.list_size), weights_of(column.values)
+        if isinstance(items, int):
+            return size * items
+        part: Array = items[column.offset * size :][: len(column) * size]
+        return np.asarray(part.reshape(len(column), size).sum(axis=1))
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         size, values = column.type.list_size, column.values
@@ -187,18 +194,14 @@ class Sets(PythonType, name="set", over=Lists):
     """Sets or frozensets (``kind``), as lists."""
 
     takes = (set, frozenset)
-    is_leaf = False
     nests = True
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
         return cls.around(any_lists(values, encoder, depth), kind=type(values[0]).__name__)
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
 
-
-class Maps(PythonType, name="dict", over=Lists):
+class Maps(_Containers, PythonType, name="dict", over=Lists):
     """Dicts of any keys, as lists of the structs ``key`` and ``value``; other dicts are `Records`.
 
     Where a dict is long, structs have an index as well: for the keys of each dict the hashes in ascending
@@ -224,7 +227,7 @@ class Maps(PythonType, name="dict", over=Lists):
         if [name for name, _ in fields[:2]] != ["key", "value"] or fields[2:] not in ([], _INDEX):
             raise ValueError(f"dicts over {self.storage_type} mean nothing")
 
-    def getter(self, column: Any, origin: Origin) -> Reader:
+    def builder(self, column: Any, origin: Origin) -> Reader:
         ends, pairs = ends_of(column.storage), column.storage.values
         key, value = (reader_of(pairs.field(number), origin) for number in (0, 1))
 
@@ -232,23 +235,18 @@ class Maps(PythonType, name="dict", over=Lists):
             part = range(ends[i], ends[i + 1])
             return dict(zip(map(key, part), map(value, part), strict=True))
 
-        views, items = origin.views, self._weight_of_pairs(pairs)
-        if views is None or weight_of_containers(ends, items).most <= views.heaviest_dict:
-            return build
-        return built_or_view(build, views.of_dicts(pairs, origin), ends, items, views.heaviest_dict)
+        return build
 
-    def weight(self, column: Any) -> Weight:
-        column = column.storage
-        return weight_of_containers(ends_of(column), self._weight_of_pairs(column.values))
+    def ends(self, column: Any) -> Sequence[int]:
+        return ends_of(column.storage)
 
-    @staticmethod
-    def _weight_of_pairs(pairs: Any) -> Weight:
-        key, value = (weight_of(pairs.field(number)) for number in (0, 1))
-        return Weight(
-            key.least + value.least,
-            key.most + value.most,
-            lambda begin, end: key.of(begin, end) + value.of(begin, end),
-        )
+    def contents(self, column: Any) -> Weights:
+        pairs = column.storage.values
+        items = weights_of(pairs.field(0)) + weights_of(pairs.field(1))
+        return weights_between(ends_of(column.storage), items)
+
+    def view(self, column: Any, origin: Origin, views: Views) -> tuple[MakeView, int]:
+        return views.of_dicts(column.storage.values, origin), views.heaviest_dict
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         if len({part.storage.values.type.num_fields for part in parts}) > 1:

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shmloader.store.columns.buffers import numbers_of, numbers_to_arrow
+from shmloader.codec.array_kinds import Array
+from shmloader.store.columns.buffers import bits_of, numbers_of, numbers_to_arrow
 from shmloader.store.columns.kind import (
-    MOST_BUILT,
     Kind,
     Origin,
     PythonType,
     Reader,
-    Weight,
+    Weights,
     children_of,
-    dictionary_inside,
     form_of_type,
     items_of,
     kind_of,
     reader_of,
     type_name,
-    weight_of,
+    weights_at,
+    weights_of,
 )
 from shmloader.store.columns.values import Ints, Octets, Pickles, Texts
 
@@ -68,25 +68,16 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
         readers = [reader_of(column.field(number), origin) for number in range(column.type.num_fields)]
         return lambda i: readers[tags[i]](places[i])
 
-    def weight(self, column: Any) -> Weight:
+    def weights(self, column: Any) -> Weights:
         if not self._is_ours(column.type):
-            return super().weight(column)
-        parts = [weight_of(column.field(number)) for number in range(column.type.num_fields)]
-        least = min(part.least for part in parts)
-        tags = numbers_of(column, 1, "b", len(column))
-        places = numbers_of(column, 2, "i", len(column))
-
-        def of(begin: int, end: int) -> int:
-            if least * (end - begin) > MOST_BUILT:
-                return least * (end - begin)
-            some, found = tags[begin:end].tobytes(), 0
-            for tag, part in enumerate(parts):  # the places of a kind ascend, one by one
-                first = some.find(tag)
-                if first >= 0:
-                    found += part.of(places[begin + first], places[begin + some.rfind(tag)] + 1)
-            return found
-
-        return Weight(least, max(part.most for part in parts), of)
+            return super().weights(column)
+        tags: Array = np.asarray(numbers_of(column, 1, "b", len(column)))
+        places: Array = np.asarray(numbers_of(column, 2, "i", len(column)))
+        found = np.zeros(len(tags), np.int64)
+        for tag in range(column.type.num_fields):
+            chosen = tags == tag
+            found[chosen] = weights_at(weights_of(column.field(tag)), places[chosen])
+        return found
 
     def describe(self, kind: Any) -> str:
         return " or ".join(map(type_name, children_of(kind)))
@@ -122,11 +113,6 @@ def union_of(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any,
 class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
     """Values that repeat, each once."""
 
-    @classmethod
-    def write_places(cls, places: Any, words: Any) -> Any:
-        """The column of the ``words`` at some places."""
-        return dictionary_inside(pa.DictionaryArray.from_arrays(places, words))
-
     def getter(self, column: Any, origin: Origin) -> Reader:
         words = column.dictionary
         place, read = reader_of(column.indices, origin, nulls=False), reader_of(words, origin)
@@ -136,19 +122,13 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
             return lambda i: made[place(i)]
         return lambda i: read(place(i))
 
-    def weight(self, column: Any) -> Weight:
-        words = weight_of(column.dictionary)
-        if words.most <= 128:
-            return Weight(1, words.most, lambda begin, end: words.most * (end - begin))
-        place_of = reader_of(column.indices, Origin())
-
-        def of(begin: int, end: int) -> int:
-            if words.least * (end - begin) > MOST_BUILT:
-                return words.least * (end - begin)
-            places = [place for place in map(place_of, range(begin, end)) if place is not None]
-            return sum(words.of(place, place + 1) for place in places)
-
-        return Weight(1, words.most, of)
+    def weights(self, column: Any) -> Weights:
+        indices = column.indices
+        weights = weights_at(weights_of(column.dictionary), np.asarray(items_of(indices, nulls=False)))
+        if isinstance(weights, int) or not indices.null_count:
+            return weights
+        bits = np.unpackbits(bits_of(indices, 0), bitorder="little")
+        return weights * bits[indices.offset & 7 :][: len(indices)]
 
     def form(self, kind: Any) -> Hashable:
         return form_of_type(kind.value_type)

@@ -33,12 +33,12 @@ from shmloader.store.columns.kind import (
     Reader,
     UnfitError,
     United,
-    Weight,
+    Weights,
     items_of,
     reader_of,
     storage_of,
     type_name,
-    weight_of,
+    weights_of,
 )
 from shmloader.store.columns.lists import Lists, Maps, any_lists
 from shmloader.store.columns.values import FixedOctets, Ints, fixed_to_arrow, is_unicode
@@ -152,7 +152,6 @@ class Records(Kind, arrow=[pa.struct([])]):
     """Dicts whose keys are texts, as structs; other dicts as `Maps`."""
 
     takes = (dict,)
-    is_leaf = False
     nests = True
 
     def fits(self, kind: Any) -> bool:
@@ -234,14 +233,8 @@ class Records(Kind, arrow=[pa.struct([])]):
             for part, *some in zip(parts, *columns, strict=True)
         ]
 
-    def weight(self, column: Any) -> Weight:
-        fields = [weight_of(column.field(name)) for name in types_of_fields(column.type)]
-        of = [weight.of for weight in fields]
-        return Weight(
-            128,
-            128 + sum(weight.most for weight in fields),
-            lambda begin, end: 128 * (end - begin) + sum(weigh(begin, end) for weigh in of),
-        )
+    def weights(self, column: Any) -> Weights:
+        return sum((weights_of(column.field(name)) for name in types_of_fields(column.type)), 128)
 
     def describe(self, kind: Any) -> str:
         return f"struct of {', '.join(map(type_name, types_of_fields(kind).values()))}"
@@ -359,7 +352,6 @@ class Tuples(PythonType, name="tuple", over=Records | Lists):
     """Tuples: a struct where all have one length, else a list."""
 
     takes = (tuple,)
-    is_leaf = False
     nests = True
 
     @classmethod
@@ -373,9 +365,6 @@ class Tuples(PythonType, name="tuple", over=Records | Lists):
         is_list = not arrow.is_struct(self.storage_type)
         return super().getter(column, origin) if is_list else _tuple_reader(column.storage, origin)
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return tuple
-
     def form(self, kind: Any) -> Hashable:
         names = tuple(types_of_fields(self.storage_type)) if arrow.is_struct(self.storage_type) else ()
         return super().form(kind), names
@@ -384,7 +373,6 @@ class Tuples(PythonType, name="tuple", over=Records | Lists):
 class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_namedtuple):
     """namedtuples of the class ``python``, as a struct of their fields."""
 
-    is_leaf = False
     nests = True
 
     @classmethod
@@ -406,7 +394,6 @@ class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_na
 class Dataclasses(PythonType, name="dataclass", over=Records, where=is_plain_dataclass):
     """Instances of the dataclass ``python``: attributes, as dicts are kept."""
 
-    is_leaf = False
     nests = True
 
     @classmethod

@@ -146,10 +146,8 @@ class Bools(Kind, arrow=[pa.bool_()]):
         return read
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block:
-        octets = np.asarray(buffers.octets_of(column, 1))[
-            column.offset >> 3 : (column.offset + len(column) + 7) >> 3
-        ]
-        return Block(octets, KIND_OF_SCALAR[bool], np.ndarray.tolist, bit=column.offset & 7)
+        kind, bit = KIND_OF_SCALAR[bool], column.offset & 7
+        return Block(buffers.bits_of(column, 1), kind, np.ndarray.tolist, bit=bit)
 
 
 class Texts(_Castable, arrow=[pa.string(), pa.large_string()]):
@@ -182,24 +180,9 @@ class Octets(_Castable, arrow=[pa.binary(), pa.large_binary()]):
         return lambda i: memory[begin + ends[i] : begin + ends[i + 1]]
 
 
-class _SlicesAsBytes:
-    """Memory elsewhere than in a mapping."""
-
-    def __init__(self, memory: memoryview[Any]) -> None:
-        self._memory = memory
-
-    def __getitem__(self, part: slice) -> bytes:
-        return bytes(self._memory[part])
-
-
 def _parts(column: Any, origin: Origin) -> tuple[Any, int, memoryview[Any]]:
     """Memory whose slices are bytes, the place where those of a column begin in it, and their ends."""
-    memory, begin = origin.octets(column.buffers()[2])
-    return (
-        _SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory,
-        begin,
-        buffers.ends_of(column),
-    )
+    return *origin.octets(column.buffers()[2]), buffers.ends_of(column)
 
 
 class FixedOctets(Kind, arrow=[pa.binary(1)]):
@@ -250,9 +233,6 @@ class Decimals(PythonType, name="decimal", over=Texts):
     def write(cls, values: list[decimal.Decimal], encoder: Any, depth: int) -> Any:
         return cls.around(buffers.texts_to_arrow(list(map(str, values))))
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return decimal.Decimal
-
 
 class Paths(PythonType, name="path", over=Texts):
     """Paths, as strings; ``kind`` is the class in ``pathlib``."""
@@ -263,9 +243,6 @@ class Paths(PythonType, name="path", over=Texts):
     def write(cls, values: list[pathlib.PurePath], encoder: Any, depth: int) -> Any:
         texts = unicode_to_arrow(list(map(str, values)), lambda value: is_unicode(str(value)))
         return cls.around(texts, kind=type(values[0]).__name__)
-
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return {kind.__name__: kind for kind in self.takes}[self.parameters["kind"]]
 
 
 class Uuids(PythonType, name="uuid", over=FixedOctets):

@@ -1,4 +1,4 @@
-"""Kinds of objects that can be shared, and their sizes: one rule for all that share, and for the watch.
+"""Which objects can be shared, and how large they are: one rule for all that share, and for the watch.
 
 It goes by an object's real type and runs none of its class's code. Imports no pyarrow: workers use this too.
 """
@@ -37,6 +37,7 @@ from shmloader.foreign import (
     loaded_classes,
 )
 from shmloader.store import static
+from shmloader.store.handles import bounds_of
 from shmloader.store.static import base_of, is_a
 
 LEAST_NBYTES = 1 << 20
@@ -58,23 +59,20 @@ _TENSOR_NBYTES = 300  # the Python object, TensorImpl and StorageImpl, roughly
 _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.generic, np.dtype, torch.dtype)
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
 _DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
 # Never walked through: they are not data, or their attributes do not show what belongs to them.
 _CLOSED = (
     torch.nn.Module,
     logging.Logger,
     multiprocessing.process.BaseProcess,
     threading.Thread,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
+    *_CODE,
     *_DATA,
 )
 _SEQUENCES, _MAPPINGS = (list, tuple, deque), (dict, OrderedDict, defaultdict, Counter)
 # By ``id``: a metaclass may define how its classes are compared.
 _PLAIN: dict[int, type] = {id(kind): list for kind in _SEQUENCES} | {id(kind): dict for kind in _MAPPINGS}
 _PLAIN |= {id(set): set, id(frozenset): set}
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
 _WITHOUT_MEANING = set(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __orig_bases__ __parameters__ __firstlineno__ "
     "__static_attributes__ __slots__ __slotnames__ __annotations__".split()
@@ -82,7 +80,6 @@ _WITHOUT_MEANING = set(
 _SHARED_BY_THEMSELVES = (torch.utils.data.Dataset, torch.nn.Module)
 _NO_CONTAINERS = (str, bytes, bytearray, memoryview, range)
 _DTYPE: Any = np.ndarray.dtype.__get__  # also of subclasses, whose own attributes are not asked
-_NBYTES: Any = np.ndarray.nbytes.__get__
 
 # --- objects
 
@@ -315,11 +312,6 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
 
 def _nbytes_under(array: Any) -> int:
     """Bytes of memory under the items of an array or a tensor: those of overlapping windows count once."""
-    if isinstance(array, torch.Tensor):
-        nbytes, item = array.nbytes, array.element_size()
-        strides: Any = [step * item for step in array.stride()]
-    else:
-        nbytes, item, strides = _NBYTES(array), _DTYPE(array).itemsize, np.ndarray.strides.__get__(array)
-    shape = array.shape if isinstance(array, torch.Tensor) else np.ndarray.shape.__get__(array)
-    span = item + sum((size - 1) * abs(step) for size, step in zip(shape, strides, strict=True))
-    return min(nbytes, span) if nbytes else 0
+    plain = array if isinstance(array, torch.Tensor) else np.ndarray.view(array, np.ndarray)
+    low, high = bounds_of(plain)
+    return min(plain.nbytes, high - low) if plain.nbytes else 0

@@ -1,8 +1,9 @@
-"""Stores as files: ordinary Arrow IPC or Parquet."""
+"""Stores saved as files: ordinary Arrow IPC or Parquet, with metadata that tells what the rows are."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -18,13 +19,10 @@ from pyarrow import types as arrow
 
 from shmloader.store.checksums import add_checksums
 from shmloader.store.columns.encode import ColumnEncoder, decoded_inside, joined
-from shmloader.store.columns.kind import VERSION, types_in
+from shmloader.store.columns.kind import FORM, VERSION, types_in
 
 IPC, PARQUET = (".arrow", ".ipc", ".feather"), (".parquet", ".pq")
 """Suffixes of files."""
-
-FORM = b"shmloader"
-"""Key of the schema's metadata."""
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bytes, list, dict, set, tuple, Counter)}
 """Makers of missing values that a file can name."""
@@ -132,6 +130,9 @@ def _replacing(target: Path) -> Iterator[Any]:
         folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems have no such thing for folders
+                raise
         finally:
             os.close(folder)
     except OSError as error:
