@@ -14,12 +14,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
 
 from shmloader.errors import LoaderClosed, LoaderError, NotReady
 
 _Error = TypeVar("_Error", bound=BaseException)
+
+CUT_SHORT = "an exception (Ctrl-C?) interrupted it in the middle of its work"
+"""Why an iterator was closed of which a call was cut short."""
 
 _END_S = 5.0  # longer than the interpreter takes to end
 _LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the loader was closed
@@ -77,20 +81,6 @@ class Reentered(LoaderError):
 
 class Occupied(NotReady):
     """``try_next()`` was called while another thread is inside ``next()``."""
-
-
-class Expected:
-    """A context manager: exceptions of some classes that are raised meanwhile are raised on purpose."""
-
-    def __init__(self, lifecycle: Lifecycle, kinds: tuple[type[BaseException], ...]) -> None:
-        self._lifecycle, self._kinds = lifecycle, kinds
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self._kinds):
-            self._lifecycle.expect(error)
 
 
 class Lifecycle:
@@ -154,9 +144,14 @@ class Lifecycle:
         self._expected = error
         return error
 
-    def expects(self, *kinds: type[BaseException]) -> Expected:
-        """A context manager that does `expect` with exceptions of these classes."""
-        return Expected(self, kinds)
+    @contextlib.contextmanager
+    def expects(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """Mark exceptions of these classes that are raised meanwhile: see `expect`."""
+        try:
+            yield
+        except kinds as error:
+            self.expect(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
