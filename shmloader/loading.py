@@ -250,20 +250,17 @@ class Loading:
         iterators = self.live()
         # A copy that is only read: another thread may be iterating.
         places = [place for iterator in iterators for place in list(iterator.table.places)]
+        of_cores: dict[str, Any] = {}
+        if self.processor_before is not None:
+            shares = processor_use(self.pids()).shares_since(self.processor_before)
+            of_cores = {"usable_cores": cores().usable, **shares}
         return LoaderStatistics(
             **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.table.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
-            **self._processor_figures(),
+            **of_cores,
             **self.counters.figures(),
         )
-
-    def _processor_figures(self) -> dict[str, Any]:
-        """The fields of `LoaderStatistics` that tell of cores."""
-        before = self.processor_before
-        if before is None:
-            return {}
-        return {"usable_cores": cores().usable, **processor_use(self.pids()).shares_since(before)}
 
     def pids(self) -> list[int | None]:
         """The ids of its live iterators' worker processes."""

@@ -15,7 +15,7 @@ from shmloader.failures.bad_samples import LEFT_OUT, Report
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
-from shmloader.indices.sharded_sampler import WHOLE
+from shmloader.indices.sharded_sampler import WHOLE_EPOCH
 from shmloader.settings import THREAD, Settings
 from shmloader.worker.dataset_setup import set_up
 from shmloader.worker.epoch_settings import owners_in
@@ -77,7 +77,7 @@ def _index_batch(index_sampler: Any, epoch: int, number: int, begin: Begin) -> A
     batches: Iterator[Any]
     if (sharded := sharded_sampler(sampler)) is not None:
         batch_size = getattr(sampler, "batch_size", 1)
-        begun = begin.state if begin.state and begin.epoch == epoch else WHOLE
+        begun = begin.state if begin.state and begin.epoch == epoch else WHOLE_EPOCH
         if isinstance(sharded, MixtureSampler):
             if begin.is_loaded and begin.epoch is not None and begin.state is not None:
                 sharded.set_epoch(begin.epoch)  # the one that the state is of

@@ -16,7 +16,7 @@ from shmloader.indices.mixture_weights import Lengths, Schedule, SourceWeights, 
 from shmloader.indices.packed_indices import IntArray
 from shmloader.indices.sharded_sampler import (
     UNEVEN,
-    WHOLE,
+    WHOLE_EPOCH,
     Uneven,
     check_runs,
     check_word,
@@ -135,7 +135,7 @@ class MixtureSampler(DistributedSampler[int]):
         self._version = 0  # of the changes
         self._end_of: tuple[tuple[int, int], int] | None = None  # epoch and version; its draws
         self._drawn, self._ended = Place(-1, 0), True  # by the latest iteration, and whether it has ended
-        self._begin = self._loaded = WHOLE  # the states that this iteration and the next one begin with
+        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def set_weights(self, weights: Weights, *, position: int | None = None) -> None:
         """Change the weights, whether they were numbers or a function. All ranks must make the same call.
@@ -241,7 +241,7 @@ class MixtureSampler(DistributedSampler[int]):
         return itertools.chain.from_iterable(self._pieces())  # nothing happens before the first index
 
     def _pieces(self) -> Iterator[list[int]]:
-        epoch, self._begin, self._loaded = self.epoch, self._loaded, WHOLE
+        epoch, self._begin, self._loaded = self.epoch, self._loaded, WHOLE_EPOCH
         consumed = self._begin["consumed"]
         if self._next is not None:
             self._changes = self._changes | {Place(epoch, consumed): self._next}
@@ -307,7 +307,7 @@ class MixtureSampler(DistributedSampler[int]):
         Raises:
             ValueError: If the state has weights of other sources.
         """
-        loaded = {name: int(state_dict[name]) for name in WHOLE}
+        loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
         begin = Place(self.epoch, loaded["consumed"])
         changes = {Place(int(epoch), int(at)): dict(weights) for epoch, at, weights in state_dict["changes"]}
         following = state_dict["next"] if self._next is None else self._next

@@ -16,7 +16,7 @@ from shmloader.indices.packed_indices import IntArray
 Uneven = Literal["pad", "drop", "error", "exact"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
-WHOLE: Mapping[str, int] = {"consumed": 0, "batches": 0}
+WHOLE_EPOCH: Mapping[str, int] = {"consumed": 0, "batches": 0}
 """The state with which a whole epoch begins: what all ranks have consumed of its order, in how many batches
 of each rank."""
 
@@ -57,7 +57,7 @@ def consumed_after(batches: int, begin: Mapping[str, int], each: int) -> int:
     ``begin`` is the state that the epoch began with. Since then, one batch of every rank takes ``each``
     samples, or whatever the order is made of. Before that state's batches the epoch counts as a whole one.
     """
-    begun = begin if batches >= begin["batches"] else WHOLE
+    begun = begin if batches >= begin["batches"] else WHOLE_EPOCH
     return begun["consumed"] + (batches - begun["batches"]) * each
 
 
@@ -129,14 +129,14 @@ class ShardedSampler(DistributedSampler[int]):
         self.num_samples = self._own_share(len(dataset))
         if self.uneven == "exact":
             self.total_size = len(dataset)
-        self._begin = self._loaded = WHOLE  # the states that this iteration and the next one begin with
+        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.begin_epoch().tolist())
 
     def begin_epoch(self) -> IntArray:
         """The indices that an iteration gives, which begins with this call."""
-        self._begin, self._loaded = self._loaded, WHOLE
+        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
         return self._indices_after(self._begin["consumed"])
 
     def state_after(
@@ -160,7 +160,7 @@ class ShardedSampler(DistributedSampler[int]):
             state_dict: As `state_after` has returned it: how many samples of the global order were consumed,
                 in how many batches of each rank.
         """
-        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE}
+        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
 
     def epoch_order(self) -> IntArray:
         """The global order of the present epoch, of all ranks; the loader asks once, as the epoch begins."""

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from shmloader.indices.packed_indices import IntArray
 from shmloader.indices.sharded_sampler import (
     UNEVEN,
-    WHOLE,
+    WHOLE_EPOCH,
     Uneven,
     check_word,
     consumed_after,
@@ -101,7 +101,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.uneven: Uneven = uneven
         self.epoch = 0
         self._planned: tuple[int, Plan] | None = None  # an epoch's number, and its plan
-        self._begin = self._loaded = WHOLE  # the states that this iteration and the next one begin with
+        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
@@ -118,7 +118,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self._batches_after(self._loaded["consumed"])
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._begin, self._loaded = self._loaded, WHOLE
+        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
         plan, begin = self.plan(), self._begin["consumed"]
         for number in range(self._batches_after(begin)):
             yield plan.batch((begin + number * self.num_replicas + self.rank) % len(plan.ends))
@@ -139,7 +139,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`."""
-        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE}
+        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
 
     def _make_plan(self) -> Plan:
         random = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None
