@@ -143,11 +143,7 @@ class Loading:
 
     def live(self) -> list[SlotIterator]:
         """The iterators that live now."""
-        while True:
-            try:
-                return list(self.iterators)
-            except RuntimeError:  # another thread has begun to iterate in this moment
-                continue
+        return _members(self.iterators)
 
     def close(self, *, warn: bool = True) -> None:
         """Stop all workers of a loader and free its slots; warn of bad samples."""
@@ -336,9 +332,17 @@ def _loaded_state(loader: Any) -> State | None:
     return state
 
 
+def _members(weak: weakref.WeakSet[Any]) -> list[Any]:
+    while True:
+        try:
+            return list(weak)
+        except RuntimeError:  # another thread has added one in this moment
+            continue
+
+
 def _warn_of_another(loader: Any) -> None:
     """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
-    for other in list(_waiting):
+    for other in _members(_waiting):
         if other.dataset is loader.dataset and _loaded_state(other) is not None:
             warn(
                 "load_state_dict() was called on another loader of this dataset, which was not iterated over "
