@@ -311,10 +311,14 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         # From `take` on, the place may be another task's.
         flags, position, worker_id = place.flags, place.position, place.worker_id
         delivery, finish_copy = self._delivery, None
-        if delivery is None:
-            anchor, header = self.table.take(place)
-        else:
-            anchor, header, finish_copy = delivery.take(place)
+        try:
+            if delivery is None:
+                anchor, header = self.table.take(place)
+            else:
+                anchor, header, finish_copy = delivery.take(place)
+        except MemoryError as error:  # the next call takes it, if the program has let go of others
+            self._lifecycle.expect(error)
+            raise
         report: StreamReport | None = None
         try:
             self._scheduler.send_more()
