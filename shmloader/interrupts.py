@@ -22,9 +22,6 @@ from shmloader.errors import LoaderClosed, LoaderError, NotReady
 
 _Error = TypeVar("_Error", bound=BaseException)
 
-CUT_SHORT = "an exception (Ctrl-C?) interrupted it in the middle of its work"
-"""Why an iterator was closed of which a call was cut short."""
-
 _END_S = 5.0  # longer than the interpreter takes to end
 _LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the loader was closed
 
@@ -96,6 +93,12 @@ class Lifecycle:
         self.phase: Phase = IDLE
         self._lock = threading.RLock()  # held by the thread inside
         self._expected: BaseException | None = None
+        self._cut_short_by = "Ctrl-C?"  # if it came before `fail` could note it
+
+    @property
+    def why_broken(self) -> str:
+        """Why an iterator with the phase ``BROKEN`` cannot go on."""
+        return f"an exception ({self._cut_short_by}) interrupted it in the middle of its work"
 
     def enter(self, waits: bool = True) -> bool:
         """Begin a call, once other threads have left; False if an exception has cut an earlier one short.
@@ -162,6 +165,8 @@ class Lifecycle:
             on_purpose = error is expected or self.phase is WAITING
             if self.phase is not BROKEN:
                 self.phase = IDLE if on_purpose else BROKEN
+                if not on_purpose:
+                    self._cut_short_by = type(error).__name__
         self._lock.release()
         with contextlib.suppress(RuntimeError):  # `enter` had not taken it, or `leave` has given it back
             self._lock.release()

@@ -24,7 +24,7 @@ from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.epoch_prefetch import next_epoch_for
 from shmloader.indices.samplers import GeneratorStates, generator_states
-from shmloader.interrupts import BROKEN, CUT_SHORT, IDLE, HeldInterrupts, Lifecycle
+from shmloader.interrupts import BROKEN, IDLE, HeldInterrupts, Lifecycle
 from shmloader.order.auto import Auto
 from shmloader.order.scheduler import Scheduler
 from shmloader.resume.passes import Pass
@@ -133,7 +133,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         lifecycle = self._lifecycle
         try:
             if not lifecycle.enter():
-                self.close(CUT_SHORT)
+                self.close()
             self._check_open()
             work()
             lifecycle.leave()
@@ -207,7 +207,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         lifecycle, progress = self._lifecycle, None
         try:
             if not lifecycle.enter(waits):  # an exception came between two lines, and may have lost batches
-                self.close(CUT_SHORT)
+                self.close()
                 self._check_open()
             self._waits = waits
             self._progress.keep()
@@ -401,7 +401,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
-        self._all_workers.close_for(because)
+        is_broken = self._lifecycle.phase is BROKEN
+        self._all_workers.close_for(self._lifecycle.why_broken if is_broken else because)
         if self._all_workers.workers:
             self._all_workers.interrupt()
             self._lifecycle.await_others()

@@ -17,7 +17,6 @@ from shmloader.errors import LoaderClosed, ResumeError, warn, warn_once
 from shmloader.failures.bad_samples import ReportCounts
 from shmloader.in_process import InProcessIterator
 from shmloader.indices.samplers import with_inner
-from shmloader.interrupts import CUT_SHORT
 from shmloader.iterator import SlotIterator
 from shmloader.memory import why_unavailable
 from shmloader.memory.limits import ProcessorUse, cores, processor_use
@@ -80,8 +79,7 @@ class Loading:
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
-            loads = "load_state_dict() was called, and a new iterator goes on from there"
-            iterator.close(CUT_SHORT if iterator.closed else loads)
+            iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch()
