@@ -248,8 +248,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 recorder.begin_next(self._counters.wait_for_workers_ns)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
-        copies = self._copies
-        if table.warning or (copies is not None and self._counters.last_next_ns >= copies.due_ns):
+        if table.warning or self._counters.last_next_ns >= self._copies.due_ns:
             self._warn()
         while (place := table.due()) is not None:
             if not self._all_workers.workers:
@@ -278,13 +277,11 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         with self._lifecycle.expects(LoaderError, Warning):  # that ranks differ; warnings made errors
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
-            if self._copies is not None:
-                self._copies.measure(self._all_workers.processes, self._counters.largest_batch_nbytes)
+            self._copies.measure(self._all_workers.processes, self._counters.largest_batch_nbytes)
             self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
-            if self._copies is not None:
-                self._copies.warn()
+            self._copies.warn()
             self._counters.of(ReportCounts).warn(self._on_error)
         return self._lifecycle.expect(StopIteration())
 
@@ -361,13 +358,12 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def _warn(self) -> None:
         """Give a warning that is due; no batch is lost if the program's filters make it an error."""
-        copies = self._copies
         with self._lifecycle.expects(Warning):
             if self.table.warning:
                 warn(self.table.take_warning(), SpillWarning)
-            elif copies is not None:
-                copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
-                copies.warn()
+            else:
+                self._copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
+                self._copies.warn()
 
     def __repr__(self) -> str:
         own = vars(self)  # `__init__` may have raised
