@@ -94,7 +94,8 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
     def __next__(self, waits: bool = True) -> Any:
         # torch's own opens a profiler range, which takes longer than a small batch, and warns of a stream
         # that is longer than len(loader) has said.
-        if self._IterableDataset_len_called is not None or torch_private.profiler_enabled():
+        len_called: Any = self._IterableDataset_len_called
+        if len_called is not None or torch_private.profiler_enabled():
             return super().__next__()
         batch = self._next_data()
         self._num_yielded += 1

@@ -214,7 +214,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             progress = self._progress
             # torch's own __next__ opens a profiler range (10 us), and warns of a stream that is longer than
             # len(loader) has said.
-            if self._IterableDataset_len_called is not None or torch_private.profiler_enabled():
+            len_called: Any = self._IterableDataset_len_called
+            if len_called is not None or torch_private.profiler_enabled():
                 with lifecycle.expects(Warning):
                     batch = super().__next__()
             else:
