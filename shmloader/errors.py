@@ -134,7 +134,7 @@ class ServerDied(LoaderError):
         self.pid = pid
 
 
-_OF_THE_LOADER = ("shmloader.", "torch.utils.data.")
+_OF_THE_LOADER = ("shmloader.", "torch.utils.data.", "contextlib")  # the last where the loader uses it
 _said: set[str] = set()
 
 

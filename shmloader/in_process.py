@@ -6,7 +6,6 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -14,19 +13,20 @@ from torch.utils.data import DataLoader
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.indices.array_samplers import index_arrays, index_runs
-from shmloader.indices.packed_indices import pack_index_batch
+from shmloader.indices.packed_indices import Run, pack_index_batch
 from shmloader.indices.samplers import generator_states, states_if_drawn
 from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
+from shmloader.without_waiting import WithoutWaiting
 from shmloader.worker.dataset_setup import DatasetSetup, info_without_workers
 from shmloader.worker.fetcher import FetchRules, Probe
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 
-class InProcessIterator(torch_private.SingleProcessIterator):
+class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
     """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
@@ -91,16 +91,15 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         returned = vars(self).get("_num_yielded", 0)  # `__init__` may have raised
         return f"<{type(self).__name__}: {returned} batches of this epoch returned, no workers>"
 
-    def __next__(self) -> Any:
-        if self._stream is not None or torch_private.profiler_enabled():
+    def __next__(self, waits: bool = True) -> Any:
+        # torch's own opens a profiler range, which takes longer than a small batch, and warns of a stream
+        # that is longer than len(loader) has said.
+        len_called: Any = self._IterableDataset_len_called
+        if len_called is not None or torch_private.profiler_enabled():
             return super().__next__()
-        batch = self._next_data()  # without a profiler range, which takes longer than a small batch
+        batch = self._next_data()
         self._num_yielded += 1
         return batch
-
-    def try_next(self) -> Any:
-        """The next batch: without workers it is made when it is asked for, so it is always ready."""
-        return self.__next__()
 
     def fileno(self) -> int:
         """A descriptor that is always readable, as long as the iterator lives: see `try_next`."""
@@ -108,12 +107,6 @@ class InProcessIterator(torch_private.SingleProcessIterator):
             self._ready_fd = os.eventfd(1)
             weakref.finalize(self, os.close, self._ready_fd)
         return self._ready_fd
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """The further batches for ``async for``; see `DataLoader.__aiter__`."""
-        from shmloader.async_batches import AsyncBatches
-
-        return AsyncBatches(self, 0.0, self._counters.note_wait)
 
     def _next_index(self) -> Any:
         progress = self._progress
@@ -175,7 +168,8 @@ class InProcessIterator(torch_private.SingleProcessIterator):
         batch = self._fetch(index_batch)
         times = probe.end(self._position, 0, 0, 0)
         if times:
-            recorder.note_times(0, unpack_answer(times), pack_index_batch(index_batch))
+            indices = index_batch.tolist() if type(index_batch) is Run else index_batch
+            recorder.note_times(0, unpack_answer(times), pack_index_batch(indices))
         return batch
 
     def _fetch(self, index_batch: Any) -> Any:

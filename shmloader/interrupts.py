@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
 
@@ -79,20 +80,6 @@ class Occupied(NotReady):
     """``try_next()`` was called while another thread is inside ``next()``."""
 
 
-class Expected:
-    """A context manager: exceptions of some classes that are raised meanwhile are raised on purpose."""
-
-    def __init__(self, lifecycle: Lifecycle, kinds: tuple[type[BaseException], ...]) -> None:
-        self._lifecycle, self._kinds = lifecycle, kinds
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, self._kinds):
-            self._lifecycle.expect(error)
-
-
 class Lifecycle:
     """Guards the calls of one iterator; several threads may call it, one after the other.
 
@@ -106,6 +93,12 @@ class Lifecycle:
         self.phase: Phase = IDLE
         self._lock = threading.RLock()  # held by the thread inside
         self._expected: BaseException | None = None
+        self._cut_short_by = "Ctrl-C?"  # if it came before `fail` could note it
+
+    @property
+    def why_broken(self) -> str:
+        """Why an iterator with the phase ``BROKEN`` cannot go on."""
+        return f"an exception ({self._cut_short_by}) interrupted it in the middle of its work"
 
     def enter(self, waits: bool = True) -> bool:
         """Begin a call, once other threads have left; False if an exception has cut an earlier one short.
@@ -154,9 +147,14 @@ class Lifecycle:
         self._expected = error
         return error
 
-    def expects(self, *kinds: type[BaseException]) -> Expected:
-        """A context manager that does `expect` with exceptions of these classes."""
-        return Expected(self, kinds)
+    @contextlib.contextmanager
+    def expects(self, *kinds: type[BaseException]) -> Iterator[None]:
+        """Mark exceptions of these classes that are raised meanwhile: see `expect`."""
+        try:
+            yield
+        except kinds as error:
+            self.expect(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
@@ -167,6 +165,8 @@ class Lifecycle:
             on_purpose = error is expected or self.phase is WAITING
             if self.phase is not BROKEN:
                 self.phase = IDLE if on_purpose else BROKEN
+                if not on_purpose:
+                    self._cut_short_by = type(error).__name__
         self._lock.release()
         with contextlib.suppress(RuntimeError):  # `enter` had not taken it, or `leave` has given it back
             self._lock.release()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -35,6 +36,7 @@ from shmloader.statistics import Counters, Recorder
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
+from shmloader.without_waiting import WithoutWaiting
 from shmloader.worker.epoch_settings import EpochCall, EpochSettings
 from shmloader.workers import Workers, start_workers, stop_workers
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from shmloader.exchange.delivery import Delivery
 
 
-class SlotIterator(torch_private.OwnOrder):
+class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
     """Iterates over a loader whose workers collate into slots.
 
     Workers run until the epoch's end, or with ``persistent_workers`` until the iterator dies or is closed.
@@ -58,6 +60,7 @@ class SlotIterator(torch_private.OwnOrder):
         auto: Auto | None = None,
     ) -> None:
         super().__init__(loader)
+        self._sampler_iter = iter(())  # torch asks the sampler twice; what came first would stay in memory
         settings = one_pass.settings
         for name in ("num_workers", "prefetch_factor"):
             if getattr(settings, name) <= 0:  # torch's words, up to the colon
@@ -65,8 +68,7 @@ class SlotIterator(torch_private.OwnOrder):
                     f"{name} must be greater than 0 for MultiProcessingDataLoaderIter: "
                     f"loader.{name} is {getattr(loader, name)}, set it to 2, say"
                 )
-        self._in_order = settings.in_order
-        self._on_error: str = settings.on_error
+        self._in_order, self._on_error = settings.in_order, settings.on_error
         self._counters = counters
         self._decoder = Decoder()
         self._lifecycle = Lifecycle()
@@ -90,9 +92,8 @@ class SlotIterator(torch_private.OwnOrder):
             self._delivery = self._make_delivery(device)
             next_epoch = next_epoch_for(settings) if settings.prefetch_epochs else None
             self._scheduler = Scheduler(settings, exchange, auto, next_epoch)
-            self._begin(one_pass)
-            pickled_nbytes = workers.pickled_nbytes
-            self._copies = hooks.watch_copies(loader, workers.processes, counters, pickled_nbytes)
+            self._in_a_call(lambda: self._begin_epoch(one_pass, further=False))
+            self._copies = hooks.watch_copies(loader, workers.processes, counters, workers.pickled_nbytes)
         except BaseException:
             with HeldInterrupts():
                 if workers is not None:
@@ -122,16 +123,19 @@ class SlotIterator(torch_private.OwnOrder):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin a further epoch, with what is left of the last one void; torch's name for it."""
         super()._reset(loader)
-        with self._states.begin(Settings.of(loader)) as one_pass:
-            self._begin(one_pass, further=True)
+        # The workers stay, whatever number the attribute has now.
+        settings = replace(Settings.of(loader), num_workers=len(self._all_workers.workers))
+        with self._states.begin(settings) as one_pass:
+            self._in_a_call(lambda: self._begin_epoch(one_pass, further=True))
 
-    def _begin(self, one_pass: Pass, *, further: bool = False) -> None:
+    def _in_a_call(self, work: Callable[[], None]) -> None:
+        """Do what must not come between the lines of ``next()`` in another thread."""
         lifecycle = self._lifecycle
         try:
-            lifecycle.enter()
+            if not lifecycle.enter():
+                self.close()
             self._check_open()
-            self._counters.begin_epoch(len(self._all_workers.workers), starts=not further)
-            self._begin_epoch(one_pass, further=further)
+            work()
             lifecycle.leave()
             lifecycle.phase = IDLE
         except BaseException as error:
@@ -139,10 +143,11 @@ class SlotIterator(torch_private.OwnOrder):
             raise
 
     def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
-        scheduler = self._scheduler
+        scheduler, num_workers = self._scheduler, len(self._all_workers.workers)
+        self._counters.begin_epoch(num_workers, starts=not further)
         before, self._recorder = self._recorder, self._counters.recorder
         if self._recorder is not None:
-            self._recorder.begin_epoch(len(self._all_workers.workers))
+            self._recorder.begin_epoch(num_workers)
         discard = bool(self._calls) or before is not self._recorder  # workers have to be told
         early = scheduler.take_early(discard=discard) if further else None
         batches = self._begin_order(one_pass, early, further=further)
@@ -154,12 +159,11 @@ class SlotIterator(torch_private.OwnOrder):
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
-            settings = pickle.dumps(
-                EpochSettings(self._shared_seed, self._calls, self._counters.make_probe), 5
-            )
+            settings = EpochSettings(self._shared_seed, self._calls, self._counters.make_probe)
+            pickled = pickle.dumps(settings, 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._calls_back.clear()
-            self._exchange.begin_epoch(settings)
+            self._exchange.begin_epoch(pickled)
         first_worker = 0 if self._stream is None else self._stream.first_worker
         scheduler.begin_epoch(batches, self._progress.done, first_worker)
 
@@ -183,18 +187,8 @@ class SlotIterator(torch_private.OwnOrder):
 
     def await_replacements(self) -> None:
         """Wait until no worker is handing over to a new one, which gets the dataset as it is now."""
-        lifecycle = self._lifecycle
-        if self.closed or not self._exchange.is_renewing:
-            return
-        try:
-            is_whole = lifecycle.enter()
-            if is_whole:
-                self._exchange.await_renewed()
-            lifecycle.leave()
-            lifecycle.phase = IDLE if is_whole else BROKEN
-        except BaseException as error:
-            lifecycle.fail(error)
-            raise
+        if self._exchange.is_renewing and not self.closed:
+            self._in_a_call(self._exchange.await_renewed)
 
     def set_epoch(self, call: EpochCall, before: EpochCall | None) -> None:
         """Have persistent workers make a call of ``set_epoch()`` when the next epoch begins.
@@ -213,14 +207,17 @@ class SlotIterator(torch_private.OwnOrder):
         lifecycle, progress = self._lifecycle, None
         try:
             if not lifecycle.enter(waits):  # an exception came between two lines, and may have lost batches
-                self.close("an exception (Ctrl-C?) interrupted it in the middle of its work")
+                self.close()
                 self._check_open()
             self._waits = waits
             self._progress.keep()
             progress = self._progress
-            # torch's own __next__ opens a profiler range (10 us) and counts an IterableDataset's samples.
-            if self._stream is not None or torch_private.profiler_enabled():
-                batch = super().__next__()
+            # torch's own __next__ opens a profiler range (10 us), and warns of a stream that is longer than
+            # len(loader) has said.
+            len_called: Any = self._IterableDataset_len_called
+            if len_called is not None or torch_private.profiler_enabled():
+                with lifecycle.expects(Warning):
+                    batch = super().__next__()
             else:
                 batch = self._next_data()
                 self._num_yielded += 1
@@ -236,20 +233,6 @@ class SlotIterator(torch_private.OwnOrder):
                 raise interrupts.closed_meanwhile(self._all_workers.closed_because) from error
             raise
 
-    @torch_private.never_compiled
-    def try_next(self) -> Any:
-        """The next batch if it is here: as ``next()``, with the same order, exceptions and states.
-
-        It waits for no worker, and for no other thread inside ``next()``, but maybe for an accelerator that
-        still reads all slots. The loader's ``timeout`` counts from the first of consecutive calls that found
-        nothing. See docs/waiting.md.
-
-        Raises:
-            NotReady: If the batch is not here yet. Nothing was taken.
-            StopIteration: After the epoch's last batch.
-        """
-        return self.__next__(False)
-
     def fileno(self) -> int:
         """A descriptor for ``select``: call `try_next` until it raises `NotReady`, then wait for this.
 
@@ -258,21 +241,15 @@ class SlotIterator(torch_private.OwnOrder):
         """
         return self._all_workers.fileno()
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        """The further batches for ``async for``; see `DataLoader.__aiter__`."""
-        from shmloader.async_batches import AsyncBatches
-
-        return AsyncBatches(self, float(self._timeout), self._counters.note_wait)
-
     def _next_data(self) -> Any:
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
-            self._note_asked(recorder)
+            with self._lifecycle.expects(Exception):  # of the program's callback; nothing is taken yet
+                recorder.begin_next(self._counters.wait_for_workers_ns)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
-        copies = self._copies
-        if table.warning or (copies is not None and self._counters.last_next_ns >= copies.due_ns):
+        if table.warning or self._counters.last_next_ns >= self._copies.due_ns:
             self._warn()
         while (place := table.due()) is not None:
             if not self._all_workers.workers:
@@ -289,6 +266,7 @@ class SlotIterator(torch_private.OwnOrder):
             if batch is not LEFT_OUT:
                 if delivery is not None:
                     delivery.begin_next(in_order=self._in_order)
+                    self._end_streams()  # of which it has read
                 self._counters.note_return()
                 if recorder is not None:
                     recorder.end_next(self._counters.wait_for_workers_ns, table.kept)
@@ -296,24 +274,15 @@ class SlotIterator(torch_private.OwnOrder):
             self._progress.keep()
         raise self._end_epoch()
 
-    def _note_asked(self, recorder: Recorder) -> None:
-        try:  # quicker than `expects`
-            recorder.begin_next(self._counters.wait_for_workers_ns)
-        except Exception as error:  # of the program's callback; nothing is taken yet
-            self._lifecycle.expect(error)
-            raise
-
     def _end_epoch(self) -> StopIteration:
         with self._lifecycle.expects(LoaderError, Warning):  # that ranks differ; warnings made errors
             if self._stream is not None:
                 self._stream.end_epoch(self._progress)
-            if self._copies is not None:
-                self._copies.measure(self._all_workers.processes, self._counters.largest_batch_nbytes)
+            self._copies.measure(self._all_workers.processes, self._counters.largest_batch_nbytes)
             self._progress.end(self._scheduler.states_before_early)
             if not self._persistent_workers:
                 self._shutdown_workers()
-            if self._copies is not None:
-                self._copies.warn()
+            self._copies.warn()
             self._counters.of(ReportCounts).warn(self._on_error)
         return self._lifecycle.expect(StopIteration())
 
@@ -327,23 +296,32 @@ class SlotIterator(torch_private.OwnOrder):
         if not (waits and exchange.receive_from(place.worker_id)):
             scheduler.note_wait(place)
             exchange.receive(place.worker_id, waits=waits)
-        while exchange.ended_streams:
-            scheduler.drop_out(exchange.ended_streams.pop())
+        self._end_streams()
+
+    def _end_streams(self) -> None:
+        """Have other workers get the tasks of those whose iterable dataset is exhausted."""
+        ended = self._exchange.ended_streams
+        while ended:
+            self._scheduler.drop_out(ended.pop())
 
     def _return(self, place: Place) -> Any:
         """The batch of a place where it has arrived, or ``LEFT_OUT``; raises the exception in its place."""
         # From `take` on, the place may be another task's.
         flags, position, worker_id = place.flags, place.position, place.worker_id
         delivery, finish_copy = self._delivery, None
-        if delivery is None:
-            anchor, header = self.table.take(place)
-        else:
-            anchor, header, finish_copy = delivery.take(place)
+        try:
+            if delivery is None:
+                anchor, header = self.table.take(place)
+            else:
+                anchor, header, finish_copy = delivery.take(place)
+        except MemoryError as error:  # the next call takes it, if the program has let go of others
+            self._lifecycle.expect(error)
+            raise
         report: StreamReport | None = None
         try:
             self._scheduler.send_more()
         except Exception:  # the sampler's own is in the batch's place, as in torch
-            self._pass_over(position, worker_id, report)
+            self._note_done(position, worker_id, report, returned=False)
             raise
         try:
             if delivery is not None:
@@ -357,38 +335,36 @@ class SlotIterator(torch_private.OwnOrder):
                     self._counters.add("failures")
                     raise self._lifecycle.expect(restore(told.error))
                 if batch is LEFT_OUT:
-                    self._pass_over(position, worker_id, report)
+                    self._note_done(position, worker_id, report, returned=False)
                     return batch
             if delivery is not None and finish_copy is None:
                 batch = delivery.deliver(batch, place)
         except Exception as error:
-            self._pass_over(position, worker_id, report)  # the next call continues after it
+            self._note_done(position, worker_id, report, returned=False)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
                 self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
-        if self._stream is None:
-            self._progress.take(position)
-        else:
-            self._stream.take(self._progress, worker_id, report, returned=True)
+        self._note_done(position, worker_id, report, returned=True)
         return batch
 
-    def _pass_over(self, position: int, worker_id: int, report: StreamReport | None) -> None:
-        """Note that a batch is left out, or that the program has the exception in its place."""
+    def _note_done(
+        self, position: int, worker_id: int, report: StreamReport | None, *, returned: bool
+    ) -> None:
+        """Note that the program has a batch, or an exception in its place, or that the batch is left out."""
         if self._stream is None:
-            self._progress.take(position, returned=False)
+            self._progress.take(position, returned=returned)
         else:
-            self._stream.take(self._progress, worker_id, report, returned=False)
+            self._stream.take(self._progress, worker_id, report, returned=returned)
 
     def _warn(self) -> None:
         """Give a warning that is due; no batch is lost if the program's filters make it an error."""
-        copies = self._copies
         with self._lifecycle.expects(Warning):
             if self.table.warning:
                 warn(self.table.take_warning(), SpillWarning)
-            elif copies is not None:
-                copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
-                copies.warn()
+            else:
+                self._copies.look(self._all_workers.processes, self._counters.largest_batch_nbytes)
+                self._copies.warn()
 
     def __repr__(self) -> str:
         own = vars(self)  # `__init__` may have raised
@@ -422,7 +398,8 @@ class SlotIterator(torch_private.OwnOrder):
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
-        self._all_workers.close_for(because)
+        is_broken = self._lifecycle.phase is BROKEN
+        self._all_workers.close_for(self._lifecycle.why_broken if is_broken else because)
         if self._all_workers.workers:
             self._all_workers.interrupt()
             self._lifecycle.await_others()

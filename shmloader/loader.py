@@ -18,22 +18,7 @@ from shmloader.framework_rebuilds import (
     warn_of_torchs_class,
 )
 from shmloader.loading import imported_when_used, loading_of
-from shmloader.settings import (
-    OWN_DEFAULTS,
-    PROCESS,
-    Dispatch,
-    OnError,
-    Shard,
-    SharedBy,
-    WorkerType,
-    check_arguments,
-    check_torchs,
-    dispatch_of,
-    number_or_auto,
-    options_asked_for,
-    set_device,
-    set_options,
-)
+from shmloader.settings import Dispatch, OnError, Shard, SharedBy, WorkerType, options_asked_for, set_given
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_private import never_compiled
 
@@ -214,7 +199,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         on_error: OnError = "raise",
         dispatch: Dispatch | None = None,
         prefetch_epochs: bool = False,
-        worker_type: WorkerType = PROCESS,
+        worker_type: WorkerType = "process",
         share_dataset: bool = False,
         shard: Shard | None = None,
         snapshot_every_n_steps: int | None = None,
@@ -224,14 +209,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         shared_by: SharedBy | None = None,
     ) -> None:
         given = locals()
-        given["num_workers"] = workers = number_or_auto("num_workers", num_workers, 1)
-        given["prefetch_factor"] = in_advance = number_or_auto("prefetch_factor", prefetch_factor, 2)
-        check_torchs(batch_size, workers, in_advance, timeout, generator)
-        given["dispatch"] = dispatch_of(dispatch, workers)
-        options = set_options(self, {name: given[name] for name in OWN_DEFAULTS})
-        set_device(self, device)
-        check_arguments(options, dataset, workers, persistent_workers, multiprocessing_context)
-        given["dataset"] = _staged(shared_if_asked(self, dataset), workers)
+        set_given(self, given)
+        given["dataset"] = _staged(shared_if_asked(self, dataset), given["num_workers"])
         super().__init__(**{name: given[name] for name in _TORCHS if name in given})
         warn_of_ray(self)
 

@@ -79,10 +79,7 @@ class Loading:
         loader = self.loader()
         iterator, loaded = iterator_of(loader), _loaded_state(loader)
         if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
-            loads = "load_state_dict() was called, and a new iterator goes on from there"
-            iterator.close(
-                "an exception interrupted it in the middle of its work" if iterator.closed else loads
-            )
+            iterator.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
         elif isinstance(iterator, SlotIterator) and not self.advised:
             self._warn_of_set_epoch()
@@ -144,11 +141,7 @@ class Loading:
 
     def live(self) -> list[SlotIterator]:
         """The iterators that live now."""
-        while True:
-            try:
-                return list(self.iterators)
-            except RuntimeError:  # another thread has begun to iterate in this moment
-                continue
+        return _members(self.iterators)
 
     def close(self, *, warn: bool = True) -> None:
         """Stop all workers of a loader and free its slots; warn of bad samples."""
@@ -251,20 +244,17 @@ class Loading:
         iterators = self.live()
         # A copy that is only read: another thread may be iterating.
         places = [place for iterator in iterators for place in list(iterator.table.places)]
+        of_cores: dict[str, Any] = {}
+        if self.processor_before is not None:
+            shares = processor_use(self.pids()).shares_since(self.processor_before)
+            of_cores = {"usable_cores": cores().usable, **shares}
         return LoaderStatistics(
             **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.table.oldest_leases()),
             autotune=None if self.auto is None else self.auto.report(),
-            **self._processor_figures(),
+            **of_cores,
             **self.counters.figures(),
         )
-
-    def _processor_figures(self) -> dict[str, Any]:
-        """The fields of `LoaderStatistics` that tell of cores."""
-        before = self.processor_before
-        if before is None:
-            return {}
-        return {"usable_cores": cores().usable, **processor_use(self.pids()).shares_since(before)}
 
     def pids(self) -> list[int | None]:
         """The ids of its live iterators' worker processes."""
@@ -340,9 +330,17 @@ def _loaded_state(loader: Any) -> State | None:
     return state
 
 
+def _members(weak: weakref.WeakSet[Any]) -> list[Any]:
+    while True:
+        try:
+            return list(weak)
+        except RuntimeError:  # another thread has added one in this moment
+            continue
+
+
 def _warn_of_another(loader: Any) -> None:
     """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
-    for other in list(_waiting):
+    for other in _members(_waiting):
         if other.dataset is loader.dataset and _loaded_state(other) is not None:
             warn(
                 "load_state_dict() was called on another loader of this dataset, which was not iterated over "

@@ -15,6 +15,7 @@ from shmloader.failures.bad_samples import LEFT_OUT, Report
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
+from shmloader.indices.sharded_sampler import WHOLE_EPOCH
 from shmloader.settings import THREAD, Settings
 from shmloader.worker.dataset_setup import set_up
 from shmloader.worker.epoch_settings import owners_in
@@ -75,17 +76,16 @@ def _index_batch(index_sampler: Any, epoch: int, number: int, begin: Begin) -> A
     sampler = _batched(index_sampler, inner)
     batches: Iterator[Any]
     if (sharded := sharded_sampler(sampler)) is not None:
-        place = getattr(sampler, "batch_size", 1)
+        batch_size = getattr(sampler, "batch_size", 1)
+        begun = begin.state if begin.state and begin.epoch == epoch else WHOLE_EPOCH
         if isinstance(sharded, MixtureSampler):
             if begin.is_loaded and begin.epoch is not None and begin.state is not None:
                 sharded.set_epoch(begin.epoch)  # the one that the state is of
                 sharded.load_state_dict(begin.state)  # with the changes of the weights
-            batches = iter(_batched(index_sampler, sharded.at(epoch, number, place)))
+            batches = iter(_batched(index_sampler, sharded.at(epoch, number, batch_size, begun)))
         else:
-            state = begin.state if begin.epoch == epoch else None
-            sharded.load_state_dict(state or {"consumed": 0, "batches": 0})
             sharded.set_epoch(epoch)
-            sharded.load_state_dict(sharded.state_after(number, place))
+            sharded.load_state_dict(sharded.state_after(number, batch_size, begun))
             batches = iter(sampler)
     elif type(inner) in (SequentialSampler, DistributedSampler):
         if type(inner) is DistributedSampler:

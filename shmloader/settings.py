@@ -58,7 +58,7 @@ class AutoCount(int):
     """
 
 
-def number_or_auto(name: str, argument: Any, start: int) -> Any:
+def _number_or_auto(name: str, argument: Any, start: int) -> Any:
     """An argument, or an `AutoCount` of ``start`` for ``"auto"``; torch checks what is no number."""
     if not isinstance(argument, str):
         if isinstance(argument, numbers.Real):
@@ -179,7 +179,23 @@ OWN_DEFAULTS: dict[str, Any] = {
 _TORCHS = [field.name for field in fields(Settings) if field.name not in {*OWN_DEFAULTS, "device"}]
 
 
-def set_options(loader: Any, given: dict[str, Any]) -> Any:
+def set_given(loader: Any, given: dict[str, Any]) -> None:
+    """Check a loader's arguments, parse torch's in place, and set the others as attributes.
+
+    Raises:
+        TypeError, ValueError: See `check_arguments`.
+    """
+    for name, start in (("num_workers", 1), ("prefetch_factor", 2)):
+        given[name] = _number_or_auto(name, given[name], start)
+    _check_torchs(given)
+    given["dispatch"] = dispatch_of(given["dispatch"], given["num_workers"])
+    options = _set_options(loader, {name: given[name] for name in OWN_DEFAULTS})
+    set_device(loader, given["device"])
+    names = ("dataset", "num_workers", "persistent_workers", "multiprocessing_context")
+    check_arguments(options, *(given[name] for name in names))
+
+
+def _set_options(loader: Any, given: dict[str, Any]) -> Any:
     """Set a loader's own options as attributes; returns them all, as they are in effect.
 
     A subclass's own attributes of these names stay where the argument is the default or the same value.
@@ -223,10 +239,9 @@ def set_device(loader: Any, device: torch.device | str | int | None) -> None:
         loader.device = device
 
 
-def check_torchs(
-    batch_size: Any, num_workers: Any, prefetch_factor: Any, timeout: Any, generator: Any
-) -> None:
+def _check_torchs(given: dict[str, Any]) -> None:
     """Check those arguments of torch's that it takes, or refuses without their names."""
+    batch_size, timeout, generator = given["batch_size"], given["timeout"], given["generator"]
     if isinstance(batch_size, str):
         raise ValueError(  # noqa: TRY004 - as torch's
             f"batch_size should be a positive integer value, but got batch_size={batch_size!r}: pass an int, "
@@ -239,9 +254,10 @@ def check_torchs(
             f"generator must be a torch.Generator or None, not {shown(generator)}: pass "
             "torch.Generator().manual_seed(0)"
         )
-    if num_workers and prefetch_factor is not None and prefetch_factor == 0:
+    workers, prefetch_factor = given["num_workers"], given["prefetch_factor"]
+    if workers and prefetch_factor is not None and prefetch_factor == 0:
         raise ValueError(
-            f"prefetch_factor must be at least 1 with num_workers={num_workers}, not 0: pass 2, say, or None"
+            f"prefetch_factor must be at least 1 with num_workers={workers}, not 0: pass 2, say, or None"
         )
 
 
@@ -258,7 +274,9 @@ def check_arguments(
         if (value := getattr(options, name)) is default:
             continue
         if name in _WHOLE:
-            _check_whole(name, value)
+            least, wanted, such_as = _WHOLE[name]
+            if (number := _whole(name, value, wanted, such_as)) < least:
+                raise ValueError(f"{name} must be at least {least}, not {number}")
         elif name in _WORDS and value not in _WORDS[name]:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, _WORDS[name]))}, not {value!r}")
         elif name not in _WORDS and not isinstance(value, bool):
@@ -365,13 +383,6 @@ def _contradictions(
             "shard='auto' needs an iterable-style dataset: workers share a map-style one by its indices, and "
             "ranks by a shmloader.ShardedSampler"
         )
-
-
-def _check_whole(name: str, value: Any) -> None:
-    least, wanted, such_as = _WHOLE[name]
-    number = _whole(name, value, wanted, such_as)
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, not {number}")
 
 
 def _whole(name: str, value: Any, wanted: str, such_as: object) -> int:

@@ -358,7 +358,7 @@ class Counters:
     def figures(self) -> dict[str, Any]:
         """The fields of `LoaderStatistics` that are counted, all owners' together."""
         found: dict[str, Any] = {"iterating_ns": self.iterating_ns, **vars(self), **self.rare}
-        for counts in self._owned.values():
+        for counts in list(self._owned.values()):  # another thread may be the first of an owner to count
             found |= vars(counts)
         for name in [name for name in found if name.endswith("_ns")]:
             found[name.removesuffix("_ns") + "_s"] = found[name] / 1e9

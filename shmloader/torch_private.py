@@ -51,7 +51,8 @@ def _find(module: str, name: str, default: Any = None, reasons: list[str] = _mis
 _DATALOADER = "torch.utils.data.dataloader"
 _ITERATOR_ATTRIBUTES = (
     "_dataset _index_sampler _sampler_iter _next_index _num_workers _persistent_workers "
-    "_num_yielded _timeout _base_seed _shared_seed _world_size _rank _pin_memory _pin_memory_device"
+    "_num_yielded _IterableDataset_len_called _timeout _base_seed _shared_seed _world_size _rank "
+    "_pin_memory _pin_memory_device"
 ).split()
 """Attributes of `BaseIterator` that shmloader's iterators read or replace."""
 

@@ -14,7 +14,16 @@ from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_order import FloatArray, MixtureOrder, Segment
 from shmloader.indices.mixture_weights import Lengths, Schedule, SourceWeights, Weights
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_runs, check_word, own_share, ranks_of
+from shmloader.indices.sharded_sampler import (
+    UNEVEN,
+    WHOLE_EPOCH,
+    Uneven,
+    check_runs,
+    check_word,
+    consumed_after,
+    own_share,
+    ranks_of,
+)
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
@@ -126,10 +135,7 @@ class MixtureSampler(DistributedSampler[int]):
         self._version = 0  # of the changes
         self._end_of: tuple[tuple[int, int], int] | None = None  # epoch and version; its draws
         self._drawn, self._ended = Place(-1, 0), True  # by the latest iteration, and whether it has ended
-        # Samples consumed by all ranks, and batches of each: before the latest two iterations, with their
-        # epochs, as the next one may be begun early; and before the next one.
-        self._begins: list[tuple[int, int, int]] = []
-        self._loaded = (0, 0)
+        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def set_weights(self, weights: Weights, *, position: int | None = None) -> None:
         """Change the weights, whether they were numbers or a function. All ranks must make the same call.
@@ -226,7 +232,7 @@ class MixtureSampler(DistributedSampler[int]):
         Raises:
             TypeError: If it has no end.
         """
-        draws = self._own_draws(self.epoch, self._loaded[0])
+        draws = self._own_draws(self.epoch, self._loaded["consumed"])
         if draws is None:
             raise TypeError("a MixtureSampler with stopping_strategy='never' and no epoch_size has no length")
         return draws * self.run_length
@@ -235,12 +241,12 @@ class MixtureSampler(DistributedSampler[int]):
         return itertools.chain.from_iterable(self._pieces())  # nothing happens before the first index
 
     def _pieces(self) -> Iterator[list[int]]:
-        epoch, (consumed, batches), self._loaded = self.epoch, self._loaded, (0, 0)
+        epoch, self._begin, self._loaded = self.epoch, self._loaded, WHOLE_EPOCH
+        consumed = self._begin["consumed"]
         if self._next is not None:
             self._changes = self._changes | {Place(epoch, consumed): self._next}
             self._next, self._version = None, self._version + 1
-        others = [begin for begin in self._begins if begin[0] != epoch]
-        self._begins, self._ended = [*others[-1:], (epoch, consumed, batches)], False
+        self._ended = False
         source_orders = _SourceOrders(self._sizes.tolist(), shuffle=self.shuffle)
         begin, given = consumed // self.run_length + self.rank, 0
         while True:
@@ -286,19 +292,10 @@ class MixtureSampler(DistributedSampler[int]):
         Raises:
             ResumeError: If the batch size is no multiple of ``run_length``.
         """
-        of_epoch = [begin[1:] for begin in self._begins if begin[0] == self.epoch]
-        latest = [begin[1:] for begin in self._begins]
-        consumed, before = self._loaded if any(self._loaded) else (of_epoch or latest or [(0, 0)])[-1]
-        if begin is not None:
-            consumed, before = begin["consumed"], begin["batches"]
-        if batches < before:
-            consumed = before = 0
-        if batches > before:
+        begin = begin or self._begin
+        if batches not in (0, begin["batches"]):
             check_runs(batch_size, self.run_length)
-        consumed += (batches - before) * batch_size * self.num_replicas
-        draws = self._draws_in(self.epoch) if batches and begin is None else None
-        if draws is not None:
-            consumed = min(consumed, draws * self.run_length)
+        consumed = consumed_after(batches, begin, batch_size * self.num_replicas)
         changes = [[*place, weights] for place, weights in sorted(self._changes.items())]
         return {"consumed": consumed, "batches": batches, "changes": changes, "next": self._next}
 
@@ -310,35 +307,35 @@ class MixtureSampler(DistributedSampler[int]):
         Raises:
             ValueError: If the state has weights of other sources.
         """
-        consumed, batches = int(state_dict["consumed"]), int(state_dict["batches"])
-        begin = Place(self.epoch, consumed)
+        loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
+        begin = Place(self.epoch, loaded["consumed"])
         changes = {Place(int(epoch), int(at)): dict(weights) for epoch, at, weights in state_dict["changes"]}
         following = state_dict["next"] if self._next is None else self._next
         for weights in (*changes.values(), *([] if following is None else [following])):
             self._weights.shares(weights)
         later = {place: weights for place, weights in self._changes.items() if place >= begin}
         self._changes, self._next, self._version = changes | later, following, self._version + 1
-        self._loaded = consumed, batches
+        self._begin = self._loaded = loaded
 
-    def at(self, epoch: int, batches: int, batch_size: int) -> Self:
+    def at(self, epoch: int, batches: int, batch_size: int, begin: Mapping[str, Any]) -> Self:
         """A copy that begins after a number of batches of an epoch, with the changes so far.
 
-        Those for the next iteration are of an epoch that was not begun, or that a loaded state continues.
+        ``begin`` is the state that the epoch began with. Changes for the next iteration are of an epoch that
+        was not begun, or that a loaded state continues.
         """
         other = copy.copy(self)
-        other._begin_at(epoch, batches, batch_size)  # noqa: SLF001 - of this class
+        other._begin_at(epoch, batches, batch_size, begin)  # noqa: SLF001 - of this class
         return other
 
-    def _begin_at(self, epoch: int, batches: int, batch_size: int) -> None:
+    def _begin_at(self, epoch: int, batches: int, batch_size: int, begin: Mapping[str, Any]) -> None:
         if self._next is not None:
             following = max(self.epoch, self._drawn.epoch + 1)
-            begin = Place(self.epoch if any(self._loaded) else following, self._loaded[0])
-            self._changes, self._next = self._changes | {begin: self._next}, None
+            is_loaded, consumed = any(self._loaded.values()), self._loaded["consumed"]
+            place = Place(self.epoch if is_loaded else following, consumed)
+            self._changes, self._next = self._changes | {place: self._next}, None
             self._version += 1
-        if epoch != self.epoch:
-            self._loaded = (0, 0)
-        self.epoch, self._begins = epoch, [begin for begin in self._begins if begin[0] == epoch]
-        self.load_state_dict(self.state_after(batches, batch_size))
+        self.epoch = epoch
+        self.load_state_dict(self.state_after(batches, batch_size, begin))
 
 
 class _SourceOrders:

@@ -16,6 +16,10 @@ from shmloader.indices.packed_indices import IntArray
 Uneven = Literal["pad", "drop", "error", "exact"]
 UNEVEN: tuple[Uneven, ...] = get_args(Uneven)
 
+WHOLE_EPOCH: Mapping[str, int] = {"consumed": 0, "batches": 0}
+"""The state with which a whole epoch begins: what all ranks have consumed of its order, in how many batches
+of each rank."""
+
 
 def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """The number of ranks and this one, those of the run where they are None."""
@@ -45,6 +49,16 @@ def own_share(left: int, ranks: int, rank: int, uneven: Uneven, things: str) -> 
     if uneven == "exact":
         return len(range(rank, left, ranks))
     return left // ranks + (uneven == "pad" and left % ranks > 0)
+
+
+def consumed_after(batches: int, begin: Mapping[str, int], each: int) -> int:
+    """What all ranks have consumed of an epoch's order after so many batches of each rank.
+
+    ``begin`` is the state that the epoch began with. Since then, one batch of every rank takes ``each``
+    samples, or whatever the order is made of. Before that state's batches the epoch counts as a whole one.
+    """
+    begun = begin if batches >= begin["batches"] else WHOLE_EPOCH
+    return begun["consumed"] + (batches - begun["batches"]) * each
 
 
 def check_word(name: str, word: str, words: Iterable[str]) -> None:
@@ -115,15 +129,15 @@ class ShardedSampler(DistributedSampler[int]):
         self.num_samples = self._own_share(len(dataset))
         if self.uneven == "exact":
             self.total_size = len(dataset)
-        self._begin = self._loaded = (0, 0)  # samples consumed, batches of each rank: before this iteration
+        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.begin_epoch().tolist())
 
     def begin_epoch(self) -> IntArray:
         """The indices that an iteration gives, which begins with this call."""
-        self._begin, self._loaded = self._loaded, (0, 0)
-        return self._indices_after(self._begin[0])
+        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
+        return self._indices_after(self._begin["consumed"])
 
     def state_after(
         self, batches: int, batch_size: int, begin: Mapping[str, int] | None = None
@@ -133,11 +147,10 @@ class ShardedSampler(DistributedSampler[int]):
         Args:
             batches: Batches that each rank has had, those before a resumed state included.
             batch_size: Samples in each of them since then.
-            begin: The state that the epoch began with, if another one may have begun since.
+            begin: The state that the epoch began with; None for the latest iteration's, which may be one of
+                the next epoch that was begun early.
         """
-        begun = self._begin if begin is None else (begin["consumed"], begin["batches"])
-        consumed, before = begun if batches >= begun[1] else (0, 0)
-        consumed += (batches - before) * batch_size * self.num_replicas
+        consumed = consumed_after(batches, begin or self._begin, batch_size * self.num_replicas)
         return {"consumed": min(consumed, len(self.dataset)), "batches": batches}  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
@@ -147,7 +160,7 @@ class ShardedSampler(DistributedSampler[int]):
             state_dict: As `state_after` has returned it: how many samples of the global order were consumed,
                 in how many batches of each rank.
         """
-        self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
+        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
 
     def epoch_order(self) -> IntArray:
         """The global order of the present epoch, of all ranks; the loader asks once, as the epoch begins."""

@@ -10,7 +10,15 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, Uneven, check_word, own_share, ranks_of
+from shmloader.indices.sharded_sampler import (
+    UNEVEN,
+    WHOLE_EPOCH,
+    Uneven,
+    check_word,
+    consumed_after,
+    own_share,
+    ranks_of,
+)
 
 Layout = Literal["padded", "packed"]
 
@@ -93,8 +101,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.uneven: Uneven = uneven
         self.epoch = 0
         self._planned: tuple[int, Plan] | None = None  # an epoch's number, and its plan
-        # Batches consumed by all ranks, and those of each: before this iteration, and before the next one.
-        self._begin = self._loaded = (0, 0)
+        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
@@ -108,16 +115,16 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Number of batches of this rank in the present epoch; after a loaded state, those that are left."""
-        return self._batches_after(self._loaded[0])
+        return self._batches_after(self._loaded["consumed"])
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._begin, self._loaded = self._loaded, (0, 0)
-        plan, begin = self.plan(), self._begin[0]
+        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
+        plan, begin = self.plan(), self._begin["consumed"]
         for number in range(self._batches_after(begin)):
             yield plan.batch((begin + number * self.num_replicas + self.rank) % len(plan.ends))
 
     def _batches_after(self, consumed: int) -> int:
-        left = len(self.plan().ends) - consumed
+        left = max(len(self.plan().ends) - consumed, 0)  # the last batches may be repeated ones
         return own_share(left, self.num_replicas, self.rank, self.uneven, "batches")
 
     def state_after(
@@ -127,16 +134,12 @@ class TokenBatchSampler(Sampler[list[int]]):
 
         In each step all ranks together consume as many batches as there are ranks: their size is not used.
         """
-        begun = self._begin if begin is None else (begin["consumed"], begin["batches"])
-        consumed, before = begun if batches >= begun[1] else (0, 0)
-        consumed += (batches - before) * self.num_replicas
-        if begin is None:  # the plan of another epoch may be shorter
-            consumed = min(consumed, len(self.plan().ends))
+        consumed = consumed_after(batches, begin or self._begin, self.num_replicas)
         return {"consumed": consumed, "batches": batches}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`."""
-        self._begin = self._loaded = int(state_dict["consumed"]), int(state_dict["batches"])
+        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
 
     def _make_plan(self) -> Plan:
         random = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None

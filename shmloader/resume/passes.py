@@ -11,6 +11,7 @@ import torch
 from shmloader.errors import ResumeError
 from shmloader.indices import samplers
 from shmloader.indices.compact_states import digest_of
+from shmloader.indices.sharded_sampler import WHOLE_EPOCH
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
@@ -88,7 +89,7 @@ class Pass:
         settings, goes_on = self.settings, self._goes_on
         sampler_epoch = getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None)
         done: int | tuple[int, ...] = 0
-        in_order, global_before, sampler_begin = True, self.global_before, {"consumed": 0, "batches": 0}
+        in_order, global_before, sampler_begin = True, self.global_before, WHOLE_EPOCH
         if goes_on is not None:
             self._check_epoch(goes_on, sampler_epoch)
             set_generator(settings.generator, goes_on, "loader_generator")

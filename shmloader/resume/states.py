@@ -275,9 +275,8 @@ def _sampler_keys(epoch: Epoch, taken: int) -> State:
     tracked = progress.tracked
     sharded, stateful = samplers.sharded_sampler(index_sampler), samplers.sampler_with_state(index_sampler)
     if sharded is not None:
-        # The sampler is in a later epoch, or the program has told it of one already.
-        is_past = epoch.next is not None or sharded.epoch != progress.sampler_epoch
-        begun = progress.sampler_begin if is_past else None
+        # The sampler itself may have begun the next epoch, early even (`prefetch_epochs`).
+        begun = progress.sampler_begin
         state: Any = sharded.state_after(taken, getattr(index_sampler, "batch_size", 1), begun)
         return {"sampler_state": json.dumps(state)}
     if tracked is None:

@@ -112,7 +112,8 @@ def _objects() -> Iterator[_Seen]:
         kept.append(seen.value)
         yield seen
         if len(left) < _MOST_LOOKED_AT:
-            left.extend(_inside(seen))
+            for step, part in _parts(seen.value):
+                left.append(seen._replace(value=part, expression=seen.expression + step))
 
 
 def _variables() -> Iterator[_Seen]:
@@ -136,17 +137,11 @@ def _variables() -> Iterator[_Seen]:
             frame = frame.f_back
 
 
-def _inside(seen: _Seen) -> list[_Seen]:
-    """The objects in a container, or in the ``__dict__`` of an object."""
-    expression = seen.expression
-    return [seen._replace(value=part, expression=expression + step) for step, part in _parts(seen.value)]
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of an object, each with its step in an expression."""
+    """The objects in a container or a ``__dict__``, each with its step in an expression."""
     kind = type(value)
     if kind in _CONTAINERS:
-        yield from ((f"[{number}]", part) for number, part in enumerate(islice(value, _MOST_ITEMS)))
+        yield from ((f"[{number}]", part) for number, part in enumerate(_first(value)))
     elif issubclass(kind, dict):
         yield from ((f"[{key!r:.30}]", part) for key, part in _items(value))
     elif kind not in _LEAVES:
@@ -159,13 +154,21 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _items(value: Any) -> list[tuple[Any, Any]]:
     """The items of a dict, with keys that may be shown without the program's code; others by their class."""
     plain = (str, int, float, bool, bytes)
-    items = islice(dict.items(value), _MOST_ITEMS)
-    return [(key if type(key) in plain else type(key), one) for key, one in [*items]]
+    items = _first(dict.items(value))
+    return [(key if type(key) in plain else type(key), one) for key, one in items]
+
+
+def _first(items: Iterable[Any]) -> list[Any]:
+    """The first items of a container, at once: another thread may change it."""
+    with contextlib.suppress(RuntimeError):
+        return [*islice(items, _MOST_ITEMS)]
+    return []
 
 
 def _address(value: object) -> int:
     if type(value) is np.ndarray:
         return int(value.ctypes.data)
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-        return value.data_ptr()
+        with contextlib.suppress(RuntimeError):  # inside `torch.func` it has no memory of its own
+            return value.data_ptr()
     return -1

@@ -245,8 +245,8 @@ class PlaceTable(SlotMemory):
 
         Returns the anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over
         it: the place is free again when all arrays and tensors made over the anchor are gone too. If the
-        batch was spilled it is a private copy, and the place is free at once. Raises `SharedMemoryExhausted`
-        if this process has no address space for it; nothing was changed.
+        batch was spilled it is a private copy, and the place is free at once. Raises `MemoryError` (without
+        address space, `SharedMemoryExhausted`) if this process has no room for it; nothing was changed.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         begin, end = place.header_begin, place.header_end
@@ -254,10 +254,10 @@ class PlaceTable(SlotMemory):
         if place.pieces is None and self.can_lease():
             extent = place.extent if place.ready else self._make_ready(place)
             assert extent is not None
+            header = bytes(extent.view[begin:end])
             anchor = place.lease_to(extent, self._released.append)
             self.kept += 1
             self.tasks -= 1
-            header = bytes(extent.view[begin:end])
         else:
             assert not early
             anchor = self._spill(place) if place.pieces is None else place.pieces

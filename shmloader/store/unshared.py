@@ -26,6 +26,7 @@ from shmloader.settings import THREAD
 from shmloader.statistics import Counters
 from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
+from shmloader.store_hooks import NoCopies
 
 LEAST_NBYTES = 32 << 20
 """Bytes that one worker has to copy, beyond a few batches, before a warning is given."""
@@ -76,7 +77,7 @@ class CopiedMemory:
         return min(self.most_nbytes(), sum(map(min, private, anonymous))) - allocated
 
 
-class CopyWatch:
+class CopyWatch(NoCopies):
     """Measures what forked workers copy of this process's memory, and looks for the owner in the dataset.
 
     Costs microseconds when they start. It looks at page faults every 0.2 seconds, and measures one worker if
@@ -214,19 +215,17 @@ def largest_holder(graph: Graph) -> tuple[int, Node]:
     return nbytes, largest
 
 
-def watch_copies(
-    loader: Any, workers: Sequence[Any], counters: Counters, pickled_nbytes: int
-) -> CopyWatch | None:
-    """Begin to watch a loader's workers, which were just started; None if they are not forked.
+def watch_copies(loader: Any, workers: Sequence[Any], counters: Counters, pickled_nbytes: int) -> NoCopies:
+    """Begin to watch a loader's workers, which were just started, if they are forked.
 
     Only forked workers share objects with this process until they read them. Others were sent a pickle: one
     of many objects is warned of at once.
     """
     if loader.worker_type == THREAD or counters.warned_of_copies:
-        return None
+        return NoCopies()
     context = loader.multiprocessing_context or torch.multiprocessing
     if context.get_start_method() == "fork":
         return CopyWatch(loader.dataset, workers, counters, is_shared=loader.share_dataset)
     if pickled_nbytes >= LEAST_NBYTES // 4:  # of which Python objects take several times as many
         _warn_of_rebuilding(loader, len(workers), counters, pickled_nbytes)
-    return None
+    return NoCopies()

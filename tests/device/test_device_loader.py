@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from warm_python import warm_python
 
 from shmloader import DataLoader, empty, errors, torch_private
@@ -22,7 +22,7 @@ from shmloader.device import guard, pinned
 from shmloader.device.driver import DriverError, open_driver
 from shmloader.errors import LoaderError
 from shmloader.exchange import delivery
-from shmloader.slots import Guard, PlaceTable
+from shmloader.slots import Guard, PlaceState, PlaceTable
 
 BATCHES = 30
 
@@ -305,6 +305,34 @@ def test_bad_samples_and_streams(driver: ScriptedDriver) -> None:
         batches = list(loader)
         driver.drain()
         assert sorted(int(batch[0, 0]) for batch in batches) == sorted(2 * list(range(0, 40, 4)))
+
+
+class OneLong(IterableDataset):
+    """One sample in worker 0, five in worker 1."""
+
+    def __iter__(self):
+        worker = get_worker_info().id
+        return iter([torch.full((100,), 10 * worker + number) for number in range(1 + 4 * worker)])
+
+
+def test_a_stream_that_ends_while_the_next_batch_is_looked_at_ends_no_other(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short, its task may be the only one that is out."""
+    with DataLoader(OneLong(), batch_size=None, num_workers=2, device="cuda", prefetch_factor=1) as loader:
+        iterator = iter(loader)
+        table, look_at = iterator.table, iterator._exchange.look_at
+
+        def look_until_something_is_here(worker_id: int) -> None:
+            due = table.due()
+            while table.due() is due and due.state is PlaceState.MAKING:
+                look_at(worker_id)
+
+        monkeypatch.setattr(iterator._exchange, "look_at", look_until_something_is_here)
+        monkeypatch.setattr(table.budget, "most_tasks", 1)
+        batches = list(iterator)
+        driver.drain()
+        assert [int(batch[0]) for batch in batches] == [0, 10, 11, 12, 13, 14]
 
 
 def test_a_closed_loader_keeps_no_slot_for_the_next_batch(driver: ScriptedDriver) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -187,3 +188,32 @@ def test_a_signal_handler_that_closes_the_loader_ends_next_with_loader_closed() 
             list(loader)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+class Order:
+    """An iterator over index batches that can be told from others."""
+
+    def __init__(self) -> None:
+        self._batches = iter([[0, 1], [2, 3], [4, 5]])
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> list[int]:
+        return next(self._batches)
+
+
+def test_of_a_samplers_two_iterators_one_is_kept() -> None:
+    """Torch asks it twice too. An iterator may hold all indices."""
+    made: list[weakref.ref] = []
+
+    class Batches:
+        def __iter__(self) -> Order:
+            order = Order()
+            made.append(weakref.ref(order))
+            return order
+
+    with DataLoader(Numbered(6), batch_sampler=Batches(), num_workers=1, prefetch_factor=1) as loader:
+        iterator = iter(loader)
+        assert [order() is None for order in made] == [True, False]
+        assert [int(batch[0, 0]) for batch in iterator] == [0, 2, 4]

@@ -216,3 +216,19 @@ def test_the_largest_batch_stays_after_the_last_iterator() -> None:
     figures = iterated(Slow(0.0), 0.0, num_workers=1)
     assert figures.slots_free == 0
     assert f"largest batch              {figures.largest_batch_nbytes} bytes" in str(figures)
+
+
+def test_an_owner_may_begin_to_count_while_the_figures_are_read() -> None:
+    counters = Counters()
+
+    class First:
+        @property
+        def __dict__(self) -> dict[str, int]:  # type: ignore[override]
+            counters.of(Second)
+            return {"bad_samples": 3}
+
+    class Second:
+        pass
+
+    counters.of(First)
+    assert counters.figures()["bad_samples"] == 3

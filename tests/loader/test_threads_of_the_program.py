@@ -80,6 +80,32 @@ def test_a_signal_handler_that_takes_a_batch_meanwhile_is_refused_and_nothing_is
     assert refused == ["next() was called by this thread while it was inside next()"]
 
 
+def test_an_iterator_of_which_a_call_was_cut_short_begins_no_further_epoch() -> None:
+    """It may have lost answers, for which it would wait for ever."""
+    with DataLoader(Numbered(40), batch_size=4, num_workers=1, persistent_workers=True) as loader:
+        iterator: Any = iter(loader)
+        next(iterator)
+        iterator._lifecycle.enter()  # a second Ctrl-C came before the first was noted
+        with pytest.raises(LoaderClosed, match=r"\(Ctrl-C\?\) interrupted it in the .* Call iter"):
+            iter(loader)
+        assert [int(batch[0, 0]) for batch in loader] == list(range(0, 40, 4))
+
+
+def test_what_has_interrupted_an_iterator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DataLoader(Numbered(40), batch_size=4, num_workers=1) as loader:
+        iterator: Any = iter(loader)
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(iterator._scheduler, "note_wait", fail)
+        monkeypatch.setattr(iterator._exchange, "receive_from", lambda _: False)
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+        with pytest.raises(LoaderClosed, match=r"an exception \(ZeroDivisionError\) interrupted it"):
+            next(iterator)
+
+
 def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -92,6 +93,34 @@ def test_a_stream_longer_than_its_length_warns_in_torchs_words(workers: int) -> 
     assert len(loader) == 5
     with pytest.warns(UserWarning, match="was reported to be 5"):
         list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_longer_than_its_length_goes_on_if_that_warning_is_an_error(workers: int) -> None:
+    def play(build: Build) -> Any:
+        loader = build(SizedStream((6, 6), 5), batch_size=None, num_workers=workers)
+        len(loader)
+        iterator = iter(loader)
+        seen = take(iterator, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            with pytest.raises(UserWarning, match="was reported to be 5"):
+                next(iterator)
+        return seen, list(iterator)
+
+    assert_plays(play)
+
+
+def test_persistent_workers_stay_if_the_attribute_for_their_number_changes() -> None:
+    def play(build: Build) -> Any:
+        loader = build(Stream((3, 5)), 2, num_workers=2, persistent_workers=True)
+        seen = [list(loader)]
+        for number in (1, 3):
+            loader.num_workers = number
+            seen.append(list(loader))
+        return seen
+
+    assert_plays(play)
 
 
 def test_a_stream_with_in_order_off_yields_every_batch_once() -> None:

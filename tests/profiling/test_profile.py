@@ -82,6 +82,14 @@ def test_every_batch_is_measured_and_the_slow_sample_named(way: str) -> None:
     assert sum(spread.share for spread in report.main.values()) == pytest.approx(1)
 
 
+def test_a_slow_sample_of_a_large_batch_in_order_is_named_without_workers() -> None:
+    """Its index batch is a run of numbers."""
+    report, _ = with_profile(DataLoader(OneSlow(80), 40))
+    name, slow_s = next(iter(report.slowest.items()))
+    assert "37" in name
+    assert slow_s >= SLOW_S
+
+
 @pytest.mark.parametrize("way", ["fork", "in_process"])
 def test_batches_are_the_same(way: str) -> None:
     found = []

@@ -13,7 +13,15 @@ from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 import shmloader
-from shmloader import DataLoader, ResumeError, ShardedSampler
+from shmloader import (
+    BlockSampler,
+    DataLoader,
+    Mixture,
+    MixtureSampler,
+    ResumeError,
+    ShardedSampler,
+    TokenBatchSampler,
+)
 
 LENGTHS = [1, 2, 7, 12, 100]
 
@@ -105,6 +113,57 @@ def test_what_cannot_be_divided_equally_is_an_error_where_it_is_asked_for() -> N
         ValueError, match=r"10 samples cannot be divided equally among 3 ranks.*'pad', 'drop' or 'exact'"
     ):
         list(sampler)
+
+
+class Indices(Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+DIVIDED: dict[str, Any] = {
+    "sharded": lambda ranks, rank: {
+        "sampler": ShardedSampler(Indices(), ranks, rank),
+        "batch_size": 4,
+    },
+    "blocks": lambda ranks, rank: {
+        "sampler": BlockSampler(
+            Indices(), ranks, rank, blocks=range(0, 40, 8), window=2, lanes=ranks, run_length=4
+        ),
+        "batch_size": 4,
+    },
+    "tokens": lambda ranks, rank: {
+        "batch_sampler": TokenBatchSampler([3] * 40, 12, num_replicas=ranks, rank=rank)
+    },
+    "mixture": lambda ranks, rank: {
+        "sampler": MixtureSampler(Mixture({"all": Indices()}), num_replicas=ranks, rank=rank),
+        "batch_size": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_resumed_epoch_is_resumed_again_while_the_next_one_is_made_early(kind: str) -> None:
+    """Each sample comes once, over runs of two ranks, of one, and of one."""
+
+    def run(ranks: int, rank: int, state: Any, most: int, **options: Any) -> Any:
+        given = DIVIDED[kind](ranks, rank) | options
+        with DataLoader(Indices(), collate_fn=list, **given) as loader:
+            loader.load_state_dict(state)
+            iterator: Any = iter(loader)
+            had = [index for batch in itertools.islice(iterator, most) for index in batch]
+            is_early = most < 9 and options and iterator._scheduler.states_before_early is not None
+            return had, loader.state_dict(), is_early
+
+    (one, state, _), (other, _, _) = (run(2, rank, {}, 2) for rank in range(2))
+    early = {"num_workers": 1, "persistent_workers": True, "prefetch_epochs": True}
+    more, state, is_early = run(1, 0, state, 5, **early)
+    assert is_early
+    rest, _, _ = run(1, 0, state, 9)
+    assert len(rest) == 4
+    assert sorted([*one, *other, *more, *rest]) == list(range(40))
 
 
 def test_an_epoch_after_a_resumed_one_is_whole() -> None:

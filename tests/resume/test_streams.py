@@ -161,6 +161,15 @@ def test_a_state_holds_for_what_was_returned_and_not_for_what_was_made() -> None
     assert numbers(list(loader)) == whole[1:]
 
 
+def test_the_warning_of_samples_that_are_drawn_again_points_at_the_program() -> None:
+    _, state = stopped_after(loader_of(Numbers(12)), 2)
+    loader = loader_of(Numbers(12))
+    loader.load_state_dict(state)
+    with pytest.warns(RuntimeWarning, match="6 samples of the stream are drawn again") as said:
+        iter(loader)
+    assert [warning.filename for warning in said] == [__file__]
+
+
 @pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:ByShard has set_epoch")
 @pytest.mark.parametrize("persistent", [False, True])

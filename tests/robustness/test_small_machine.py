@@ -328,7 +328,9 @@ def test_a_main_process_without_address_space_gets_an_error_with_numbers() -> No
         else:
             raise AssertionError(len(kept))
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        taken = 1 + len(kept)
         kept.clear()
+        assert first_indices(iterator) == list(range(4 * taken, 600, 4))
         del iterator, batch
         assert first_indices(loader) == list(range(0, 600, 4))
         loader.close()

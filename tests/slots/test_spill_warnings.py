@@ -1,8 +1,11 @@
 """Copies of batches to private memory give one warning, with numbers and advice."""
 
 import resource
+import sys
+import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from loading import Growing, Numbered
 
 from shmloader import DataLoader, SpillWarning
 from shmloader.slots import RETAINED_SLOTS
+from shmloader.slots.holders import holders
 
 
 def test_more_kept_batches_than_slots_are_said_once() -> None:
@@ -84,6 +88,37 @@ def test_a_slot_that_the_host_does_not_give_is_not_called_one_that_the_budget_fo
     assert warning.category is SpillWarning
     assert "the host gave a slot less shared memory" in str(warning.message)
     assert "ulimit -f" in str(warning.message)
+
+
+def test_containers_that_another_thread_changes_meanwhile_are_no_error() -> None:
+    changed, stop = deque(range(2000)), threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            changed.append(0)
+            changed.popleft()
+
+    thread, interval = threading.Thread(target=change), sys.getswitchinterval()
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert all(holders([]).startswith("No variable") for _ in range(3))
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert len(changed) == 2000
+
+
+def test_tensors_without_memory_of_their_own_are_no_error() -> None:
+    said: list[str] = []
+
+    def look(inside: torch.Tensor) -> torch.Tensor:
+        said.append(holders([]))
+        return inside
+
+    torch.func.vmap(look)(torch.ones(3))
+    assert said[0].startswith("No variable")
 
 
 class Training:
