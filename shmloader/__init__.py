@@ -47,13 +47,13 @@ from shmloader.tar import TarDataset
 from shmloader.worker.collate import collate_packed, empty
 
 if TYPE_CHECKING:
+    from shmloader.channel.own_process import OwnProcess
     from shmloader.channel.queue import Queue, wait
-    from shmloader.channel.stage import OwnProcess
     from shmloader.serving import attach, serve
     from shmloader.tar.stream import TarStream
 
 _IMPORTED_WHEN_USED = {
-    "OwnProcess": "channel.stage",
+    "OwnProcess": "channel.own_process",
     "Queue": "channel.queue",
     "TarStream": "tar.stream",
     "attach": "serving",
@@ -69,7 +69,7 @@ def _host_loading(loader: Any) -> Any:
 
 
 def _own_process(dataset: Any) -> Any:
-    from shmloader.channel.stage import OwnProcess
+    from shmloader.channel.own_process import OwnProcess
 
     return OwnProcess(dataset)
 

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -21,9 +21,12 @@ from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
 from shmloader.without_waiting import WithoutWaiting
 from shmloader.worker.dataset_setup import DatasetSetup, info_without_workers
-from shmloader.worker.fetcher import FetchRules, Probe
+from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
+
+if TYPE_CHECKING:
+    from shmloader.worker.probe import BatchProbe
 
 
 class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
@@ -58,7 +61,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._recorder = recorder = counters.recorder
-        self._probe: Probe | None = None
+        self._probe: BatchProbe | None = None
         if recorder is not None:
             recorder.begin_epoch(0)
             self._probe = recorder.make_probe()

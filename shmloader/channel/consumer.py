@@ -10,7 +10,7 @@ import numpy as np
 
 from shmloader.channel.end import Elapsed, End
 from shmloader.channel.parts import Parts, first_grants, grant_slot
-from shmloader.channel.roles import Role, Roles
+from shmloader.channel.roles import Role
 from shmloader.codec import Decoder
 from shmloader.codec.layout import NO_LEAVES
 from shmloader.errors import PeerDied, QueueClosed, SharedMemoryExhausted, SpillWarning, warn
@@ -18,7 +18,7 @@ from shmloader.wire.queue_records import (
     CLOSED,
     INLINE,
     INLINE_HEAD_NBYTES,
-    ROOM_RECORD,
+    ROOM,
     UNIT_NBYTES,
     pack_grant,
     unpack_in_slot,
@@ -32,8 +32,8 @@ class Consumer(End):
 
     role, other = Role.CONSUMER, Role.PRODUCER
 
-    def __init__(self, parts: Parts, roles: Roles, started: list[object]) -> None:
-        super().__init__(parts, roles, started)
+    def __init__(self, parts: Parts, started: list[object]) -> None:
+        super().__init__(parts, started)
         self._decoder = Decoder()
         self._table = parts.table()
         first_grants(self._table)  # they were sent when the queue was made
@@ -44,6 +44,7 @@ class Consumer(End):
         if self._table.warning:  # before an object is got, since it may be made an exception
             warn(self._table.take_warning(), SpillWarning)
         record = self._record = self._record or self._receive(deadline)
+        self._busy = True  # also if it was received by an earlier call
         try:
             anchor, header = self._take_inline(record) if record[0] == INLINE else self._take_slot(record)
         except (SharedMemoryExhausted, MemoryError):  # it is not lost: the next call tries again
@@ -77,7 +78,7 @@ class Consumer(End):
         leaves = None
         if not header.endswith(NO_LEAVES):
             leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
-        os.write(self._sent_fd, ROOM_RECORD)
+        os.write(self._sent_fd, pack_grant(ROOM))
         return leaves, header
 
     def _take_slot(self, record: bytes) -> tuple[Any, bytes]:
@@ -87,12 +88,9 @@ class Consumer(End):
         if seq not in table.arrived:
             table.arrive(seq, slot_nbytes, header_begin, header_end, 0, 0)
         anchor, header = table.take(table.arrived[seq])
-        has_room = True
-        while table.has_room():
-            os.write(self._sent_fd, pack_grant(grant_slot(table, has_room=has_room)))
-            has_room = False
-        if has_room:
-            os.write(self._sent_fd, ROOM_RECORD)
+        # If memory has become short there are fewer slots than objects that may wait.
+        grant = grant_slot(table) if table.has_room() else ROOM
+        os.write(self._sent_fd, pack_grant(grant))
         return anchor, header
 
     def has_news(self, deadline: float | None) -> bool:

@@ -7,10 +7,12 @@ import os
 import select
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shmloader.channel.parts import Parts
-from shmloader.channel.roles import Party, Role, Roles, exit_code_of, has_children
+from shmloader.channel.roles import Party, Role, exit_code_of, has_children
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
 from shmloader.messages import ending_of
 from shmloader.wire.queue_records import CLOSED_RECORD
@@ -32,19 +34,20 @@ class End:
     role: ClassVar[Role]
     other: ClassVar[Role]
 
-    def __init__(self, parts: Parts, roles: Roles, started: list[Any]) -> None:
+    def __init__(self, parts: Parts, started: list[Any]) -> None:
         pipes = parts.objects_read, parts.grants_write, parts.grants_read, parts.objects_write
         received, sent = pipes[:2] if self.role is Role.CONSUMER else pipes[2:]
         self.lock = threading.RLock()
         self.closed = ""  # why nothing more will come or go, once that is so
         self._received_fd, self._sent_fd = received.fd, sent.fd
-        self._roles = roles
+        self._roles = parts.roles
         self._started = started
         self._busy = False  # the records are being changed: an exception then leaves them incomplete
         self._epoll = select.epoll()  # of what the other end can be heard by: its pipe, and its death
         self._epoll.register(received.fd, select.EPOLLIN)
         self._peer: Party | None = None  # the process at the other end, once it has used it
         self._death_fd = -1
+        self._unwatch: Callable[[], object] = lambda: None  # closes it, once
         self._slept = False  # the last `_receive_some` has
 
     def fileno(self) -> int:
@@ -99,7 +102,12 @@ class End:
         while True:
             self._find_peer()
             left_s = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
-            ready = {fd for fd, _ in self._epoll.poll(max(0.0, left_s))}
+            try:
+                ready = {fd for fd, _ in self._epoll.poll(max(0.0, left_s))}
+            except (OSError, ValueError):
+                if not self.closed:
+                    raise
+                ready = set()  # a signal handler of this thread has closed the queue
             if self._received_fd in ready:
                 return
             if self.closed:
@@ -118,9 +126,10 @@ class End:
         if self._peer is None:
             self._peer = self._roles.who(self.other)
             if self._peer is not None and not self._peer.is_this_process:
-                self._death_fd = self._peer.watch()
-                if self._death_fd >= 0:
-                    self._epoll.register(self._death_fd, select.EPOLLIN)
+                self._death_fd = fd = self._peer.watch()
+                if fd >= 0:
+                    self._unwatch = weakref.finalize(self, os.close, fd)
+                    self._epoll.register(fd, select.EPOLLIN)
 
     def _is_dead(self) -> bool:
         return self._peer is not None and not (self._peer.is_this_process or self._peer.is_alive())
@@ -196,6 +205,4 @@ class End:
     def close(self) -> None:
         """Give up the descriptors of this end, but for the pipes, which the queue owns."""
         self._epoll.close()
-        if self._death_fd >= 0:
-            os.close(self._death_fd)
-        self._death_fd = -1
+        self._unwatch()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable
-from pickle import PickleBuffer
+from typing import Any
 
 import numpy as np
 import torch
 
 from shmloader.codec import Encoded, Encoder
-from shmloader.codec.layout import NO_LEAVES, align
+from shmloader.codec.layout import NO_LEAVES
 from shmloader.codec.slot_allocator import SlotAllocator
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.memory import Segment
@@ -21,22 +20,25 @@ from shmloader.wire.queue_records import Grant, pack_in_slot, pack_inline
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-class Outbox:
-    """The slots that the producer may use, and the object that is being put. It is the encoder's `Memory`.
+class NoSlot(Exception):
+    """The object needs a slot, and none is granted: the call changed nothing, and can be made again."""
 
-    ``wait_for_slot`` returns once another was added. Up to ``inline_nbytes`` an object lies in its record.
+
+class Outbox(SlotAllocator):
+    """The slots that the producer may use, and the object that is being put.
+
+    Up to ``inline_nbytes`` an object lies in its record: what the encoder allocates while no slot is open.
     """
 
-    def __init__(self, segment: Segment, inline_nbytes: int, wait_for_slot: Callable[[], None]) -> None:
-        self._segment = segment
-        self._allocator = SlotAllocator(segment)
+    def __init__(self, segment: Segment, inline_nbytes: int) -> None:
+        super().__init__(segment)
+        self._memory = segment
         self._encoder = Encoder(self)
-        self._wait_for_slot = wait_for_slot
         self._record = np.empty(inline_nbytes, np.uint8)
-        self._cursor = 0  # in the record
         self._slots: list[Grant] = []  # granted, the newest last: its pages are the warmest
         self._open: Grant | None = None  # one of them, while it is written to
-        self._given: list[weakref.ref[torch.Tensor]] = []  # made by `new_empty`, in the open one
+        # Made by `new_empty` in the open one, each with its offset there.
+        self._given: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._encoded: Encoded | None = None  # the object that was written
         self._plain = b""  # or the pickle of one that is of plain values alone
         self._leaves: list[tuple[int, int]] = []  # of that: addresses and lengths
@@ -51,36 +53,36 @@ class Outbox:
             nbytes = torch.empty(size, dtype=dtype, device="meta").nbytes  # refuses what torch refuses
             self._give_up()
             self._open_slot(nbytes, of_unknown_size=True)
-        tensor = self._allocator.tensor(size, dtype)
+        offset, tensor = self.cursor, self.tensor(size, dtype)
         if tensor is None:
             return torch.empty(size, dtype=dtype, device="cpu")
-        self._given.append(weakref.ref(tensor))
+        self._given.append((weakref.ref(tensor), offset))
         return tensor
 
     def write(self, obj: object) -> None:
         """Write an object, of which nothing is sent yet. If its own code raises, nothing has happened."""
         if not self._given:
             self._give_up()
+            self.cursor = 0
             kind: type = type(obj)
             if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, obj))):  # type: ignore[call-overload]
                 header = pickle.dumps(obj, 5) + NO_LEAVES  # in a third of the encoder's time
                 if len(header) <= len(self._record):
                     self._plain = header
                     return
-        cursor, self._cursor = self._allocator.cursor, 0
-        self._leaves = []
+        cursor, self._leaves = self.cursor, []
         try:
             self._encoded = self._encoder.encode(obj, self._leaves if self._given else None)
         except BaseException:
-            if self._given:
-                self._allocator.go_back(cursor)
+            self.go_back(cursor)
             raise
 
     def finish(self) -> bytes:
         """The record that sends the object that was written. The slot is the consumer's from then on.
 
         Tensors of `new_empty` that are in the object lose their memory, and become empty. Views of the slot
-        that are left move to private memory, which takes a copy; `SharedMemoryExhausted` if there is none.
+        that are left move to private memory, which takes a copy. `SharedMemoryExhausted` if there is none:
+        then nothing was given away.
         """
         plain, self._plain = self._plain, b""
         if plain:
@@ -90,21 +92,33 @@ class Outbox:
         begin, end = encoded.header_begin, encoded.header_end
         if slot is None:
             return pack_inline(begin, self._record[:end].tobytes())
-        for reference in self._given:
-            _empty_if_sent(reference(), self._leaves)
-        self._give_up()
+        sent = []
+        for reference, offset in self._given:
+            tensor = reference()
+            if tensor is not None and (tensor.data_ptr(), tensor.nbytes) in self._leaves:
+                sent.append((tensor, offset, tensor.shape, tensor.dtype))
+                _set(tensor)
+        try:
+            self._give_up()
+        except SharedMemoryExhausted:
+            cursor = self.cursor
+            for tensor, offset, shape, dtype in sent:
+                self.go_back(offset)
+                _set(tensor, self.tensor(shape, dtype))
+            self.go_back(cursor)
+            raise
         self._slots.remove(slot)
-        return pack_in_slot(slot.seq, self._allocator.nbytes, begin, end)
+        return pack_in_slot(slot.seq, self.nbytes, begin, end)
 
     def close(self) -> None:
         """Unmap all slots, but for those of which views are left."""
         self._give_up()
-        self._allocator.close()
+        super().close()
 
     def _open_slot(self, nbytes: int, *, of_unknown_size: bool = False) -> None:
         """Open the newest slot that may have so many bytes; at least so many are reserved for it."""
-        while not self._slots:
-            self._wait_for_slot()
+        if not self._slots:
+            raise NoSlot
         fitting = [place for place, slot in enumerate(self._slots) if slot.limit_nbytes >= nbytes]
         if not fitting:
             most_nbytes = max(slot.limit_nbytes for slot in self._slots)
@@ -118,34 +132,19 @@ class Outbox:
         slot = self._slots[fitting[-1]]
         wanted = max(nbytes, 1, min(slot.hint_nbytes, slot.limit_nbytes) if of_unknown_size else 0)
         if wanted > slot.nbytes:
-            slot = slot._replace(nbytes=self._segment.reserve(slot.slot, slot.nbytes, wanted))
+            slot = slot._replace(nbytes=self._memory.reserve(slot.slot, slot.nbytes, wanted))
             self._slots[fitting[-1]] = slot
-        self._allocator.begin(slot.slot, slot.nbytes, slot.limit_nbytes)
+        self.begin(slot.slot, slot.nbytes, slot.limit_nbytes)
         self._open = slot
 
     def _give_up(self) -> None:
         """Close the open slot."""
         if self._open is not None:
+            self.release()
             self._given.clear()
             self._open = None
-            self._allocator.release()
 
-    # --- what the encoder asks
-
-    rows: dict[PickleBuffer, bytes] = {}  # noqa: RUF012 - collation has no part in it
-    nbytes = 0  # nothing is spilled
-
-    def offset_of(self, address: int, nbytes: int) -> int | None:
-        """The offset of an address within the open slot; None if it is not there."""
-        return None if self._open is None else self._allocator.offset_of(address, nbytes)
-
-    def place(self, nbytes: int) -> int:
-        """Allocate space, in the open slot or, as it seems so far, in the record."""
-        if self._open is not None:
-            return self._allocator.place(nbytes)
-        offset = self._cursor
-        self._cursor = align(offset + nbytes)
-        return offset
+    # --- what the encoder asks, while no slot is open too
 
     def ensure(self, nbytes: int) -> bool:
         """Make room for an object whose size is known now; `SharedMemoryExhausted` if there is none."""
@@ -153,11 +152,10 @@ class Outbox:
             if nbytes <= len(self._record):
                 return True
             self._open_slot(nbytes)
-        if not self._allocator.ensure(nbytes):
-            assert self._open is not None
+        if not super().ensure(nbytes):
             raise exhausted(
                 f"an object of {nbytes:,} bytes does not fit in its slot, which may have "
-                f"{self._open.limit_nbytes:,} bytes",
+                f"{self.limit_nbytes:,} bytes",
                 nbytes,
                 advice="Use a smaller maxsize, or a larger memory_budget_nbytes.",
             )
@@ -166,15 +164,14 @@ class Outbox:
     @property
     def address(self) -> int:
         """The address of what is written to."""
-        return self._allocator.address if self._open is not None else self._record.ctypes.data
+        return super().address if self._open is not None else self._record.ctypes.data
 
     def view(self) -> memoryview:
         """The bytes of what is written to."""
-        return self._allocator.view() if self._open is not None else self._record.data
+        return super().view() if self._open is not None else self._record.data
 
 
-def _empty_if_sent(tensor: torch.Tensor | None, leaves: list[tuple[int, int]]) -> None:
-    """Take a tensor's memory away if that is one of the leaves: they are the consumer's."""
-    if tensor is not None and (tensor.data_ptr(), tensor.nbytes) in leaves:
-        with torch.no_grad():
-            tensor.set_()  # type: ignore[call-overload]  # torch's types lack the form without arguments
+def _set(tensor: torch.Tensor, *source: Any) -> None:
+    """Have a tensor take the memory of another one, or none: then it is empty."""
+    with torch.no_grad():
+        tensor.set_(*source)

@@ -9,6 +9,7 @@ import os
 import select
 from typing import NamedTuple
 
+from shmloader.channel.roles import Roles
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor, Segment
 from shmloader.memory.limits import memory_headroom
@@ -30,6 +31,7 @@ class Parts(NamedTuple):
     grants_read: Descriptor  # of the pipe to the producer
     grants_write: Descriptor
     segment: Segment  # the slots
+    roles: Roles
 
     def table(self) -> PlaceTable:
         """A table of places as at the queue's beginning."""
@@ -44,7 +46,7 @@ class Parts(NamedTuple):
     def close(self) -> None:
         """Close this process's descriptors."""
         for part in self:
-            if isinstance(part, Descriptor | Segment):
+            if isinstance(part, Descriptor | Segment | Roles):
                 part.close()
 
 
@@ -58,8 +60,9 @@ def make_parts(maxsize: int, budget_nbytes: int | None) -> Parts:
             objects, grants = _make_pipe(ends), _make_pipe(ends)
             inline_nbytes = _enlarge(objects[1].fd, maxsize)
             _enlarge(grants[1].fd, maxsize)
-            budget_nbytes = min(wanted_nbytes, available_nbytes)
-            parts = Parts(maxsize, budget_nbytes, inline_nbytes, *objects, *grants, Segment())
+            budget_nbytes, roles = min(wanted_nbytes, available_nbytes), Roles()
+            ends.append(roles.descriptor)
+            parts = Parts(maxsize, budget_nbytes, inline_nbytes, *objects, *grants, Segment(), roles)
             table = parts.table()
             for grant in first_grants(table):
                 os.write(parts.grants_write.fd, pack_grant(grant))
@@ -105,12 +108,10 @@ def _enlarge(write_fd: int, records: int) -> int:
 
 def first_grants(table: PlaceTable) -> list[Grant]:
     """Grant all places of a new table: always the same ones, so they are sent only once."""
-    return [grant_slot(table, has_room=True) for _ in range(table.budget.most_tasks)]
+    return [grant_slot(table) for _ in range(table.budget.most_tasks)]
 
 
-def grant_slot(table: PlaceTable, *, has_room: bool) -> Grant:
+def grant_slot(table: PlaceTable) -> Grant:
     """Grant a free place."""
     place = table.grant(0, 0, 0, b"")
-    return Grant(
-        has_room, place.seq, place.number, place.nbytes, table.budget.hint_nbytes, place.limit_nbytes
-    )
+    return Grant(place.seq, place.number, place.nbytes, table.budget.hint_nbytes, place.limit_nbytes)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from shmloader.channel.end import End
-from shmloader.channel.outbox import Outbox
+from shmloader.channel.outbox import NoSlot, Outbox
 from shmloader.channel.parts import Parts
-from shmloader.channel.roles import Role, Roles
-from shmloader.errors import QueueClosed, SharedMemoryExhausted
+from shmloader.channel.roles import Role
+from shmloader.errors import SharedMemoryExhausted
 from shmloader.wire.queue_records import UNIT_NBYTES, unpack_grants
 
 _READ_NBYTES = UNIT_NBYTES * 256
@@ -21,52 +24,54 @@ class Producer(End):
 
     role, other = Role.PRODUCER, Role.CONSUMER
 
-    def __init__(self, parts: Parts, roles: Roles, started: list[object]) -> None:
-        super().__init__(parts, roles, started)
+    def __init__(self, parts: Parts, started: list[object]) -> None:
+        super().__init__(parts, started)
         self._room = 0  # objects that may be put before the next grant
-        self._deadline: float | None = None  # of the present call
-        self._outbox = Outbox(parts.segment.duplicate(), parts.inline_nbytes, self._receive)
+        self._outbox = Outbox(parts.segment.duplicate(), parts.inline_nbytes)
 
     def put(self, obj: object, deadline: float | None) -> None:
         """Put an object, once there is room for it. The caller has entered; see `Queue.put`."""
-        self._deadline = deadline
-        while not self._room:
-            self._receive()
-        self._busy = True
-        try:
-            self._outbox.write(obj)
-        except BaseException:
-            self._busy = False
-            raise
+        self._once_possible(deadline, self._write, obj)
         try:
             record = self._outbox.finish()
         except SharedMemoryExhausted:
             self._busy = False
             raise
         self._room -= 1
-        try:
-            os.write(self._sent_fd, record)  # the pipe is large enough for all that there is room for
-        except BrokenPipeError:
-            self._busy = False
-            self.note_closed()
-            raise QueueClosed(self.closed) from None
+        os.write(self._sent_fd, record)  # the pipe is large enough for all that there is room for
         self._roles.put_another()
         self._busy = False
 
+    def _write(self, obj: object) -> None:
+        """Write an object, and stay ``_busy`` until it is sent."""
+        self._busy = True
+        try:
+            self._outbox.write(obj)
+        except BaseException:
+            self._busy = False
+            raise
+
     def new_empty(self, size: tuple[int, ...], dtype: torch.dtype, deadline: float | None) -> torch.Tensor:
         """Memory for the next object; see `Queue.new_empty`."""
-        self._deadline = deadline
-        while not self._room:
-            self._receive()
-        return self._outbox.new_empty(size, dtype)
+        made: torch.Tensor = self._once_possible(deadline, self._outbox.new_empty, size, dtype)
+        return made
 
-    def _receive(self) -> None:
+    def _once_possible(self, deadline: float | None, call: Callable[..., Any], *of: Any) -> Any:
+        """Make a call once there is room for an object, and again once a slot is granted if it needs one."""
+        while not self._room:
+            self._receive(deadline)
+        while True:
+            with contextlib.suppress(NoSlot):
+                return call(*of)
+            self._receive(deadline)
+
+    def _receive(self, deadline: float | None) -> None:
         """Sleep until there are grants, and receive them."""
-        for grant in unpack_grants(self._receive_some(_READ_NBYTES, self._deadline)):
+        for grant in unpack_grants(self._receive_some(_READ_NBYTES, deadline)):
             if grant is None:
                 self.note_closed()
                 break
-            self._room += grant.has_room
+            self._room += 1
             if grant.slot >= 0:
                 self._outbox.add(grant)
         self._busy = False

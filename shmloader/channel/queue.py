@@ -18,9 +18,7 @@ from shmloader.channel.consumer import Consumer
 from shmloader.channel.end import LOOK_S, Elapsed, End
 from shmloader.channel.parts import Parts, make_parts
 from shmloader.channel.producer import Producer
-from shmloader.channel.roles import Roles
 from shmloader.errors import LoaderError
-from shmloader.memory import Descriptor
 
 _CLOSE_S = 2.0  # how long another thread may take to leave a call after the queue was closed
 
@@ -55,11 +53,17 @@ class Queue:
                 f"maxsize is {maxsize}, and must be at least 1: a queue's memory is bounded. Give the number "
                 "of objects that may wait, such as 16"
             )
-        self._set_up(make_parts(maxsize, memory_budget_nbytes), None)
+        self.__setstate__(make_parts(maxsize, memory_budget_nbytes))
 
-    def _set_up(self, parts: Parts, roles: Descriptor | None) -> None:
-        self._parts = parts
-        self._roles = Roles(roles)
+    def __getstate__(self) -> Parts:
+        """The parts, for a process that is being started."""
+        multiprocessing.context.assert_spawning(self)
+        self._require_open()
+        self._started.append(multiprocessing.context.get_spawning_popen())
+        return self._parts
+
+    def __setstate__(self, parts: Parts) -> None:
+        self._parts, self._roles = parts, parts.roles
         self._started: list[Any] = []  # ``Popen`` objects of processes that were given the queue
         self._forget()
         live.add(self)
@@ -68,12 +72,6 @@ class Queue:
         self._ends: dict[type[End], End] = {}  # those that this process has
         self._claiming = threading.Lock()
         self._closed = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        multiprocessing.context.assert_spawning(self)
-        self._require_open()
-        self._started.append(multiprocessing.context.get_spawning_popen())
-        return _received, (type(self), self._parts, self._roles.descriptor)
 
     # --- putting
 
@@ -197,12 +195,7 @@ class Queue:
             ends, self._ends = self._ends, {}
         closed = [end.close_from_outside(_CLOSE_S) for end in ends.values()]
         if all(closed):
-            self._release()
-
-    def _release(self) -> None:
-        """Close this process's descriptors."""
-        self._roles.close()
-        self._parts.close()
+            self._parts.close()
 
     def join_thread(self) -> None:
         """Do nothing: there is no thread that sends, and what was put is on its way."""
@@ -213,7 +206,7 @@ class Queue:
     def __del__(self) -> None:
         try:
             self.close()
-            self._release()  # no thread is inside any more
+            self._parts.close()  # no thread is inside any more
         except (AttributeError, TypeError):  # `__init__` has raised, or the interpreter ends
             pass
 
@@ -235,7 +228,7 @@ class Queue:
                         f"{party}, and there is only one at each end. Use one queue for each producer, and "
                         "shmloader.wait(queues) to get from all of them"
                     )
-                self._ends[kind] = kind(self._parts, self._roles, self._started)
+                self._ends[kind] = kind(self._parts, self._started)
             return self._ends[kind]
 
     def _in_turn(
@@ -270,12 +263,6 @@ class Queue:
         self._started, self._closed = [], closed
         if not closed:
             self._roles.forked()
-
-
-def _received(kind: type[Queue], parts: Parts, roles: Descriptor) -> Queue:
-    received = kind.__new__(kind)
-    received._set_up(parts, roles)  # noqa: SLF001 - in place of `__init__`
-    return received
 
 
 def _deadline(block: bool, timeout: float | None) -> float | None:

@@ -74,7 +74,7 @@ class Party(NamedTuple):
 def _stat(pid: int) -> tuple[str, int]:
     """The state of a process and its start time; ``("X", -1)`` if there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return "X", -1
     return fields[0], int(fields[19])
@@ -175,3 +175,6 @@ class Roles:
     def close(self) -> None:
         """Close this process's descriptor; the counts can still be read."""
         self.descriptor.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Roles, (self.descriptor,)

@@ -32,14 +32,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: Arguments without the program's name; ``sys.argv[1:]`` when None.
-
-    Returns:
-        The exit status; 130 after Ctrl-C.
-    """
+    """Run a command line, by default this process's; gives the exit status, which is 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
         description="Tools of shmloader, the shared-memory DataLoader for PyTorch.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import select
@@ -14,8 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -24,10 +22,13 @@ from shmloader.cli.programs import (
     command_parser,
     exit_status,
     forwarded_signals,
+    live_display,
     parse_with_program,
     say,
+    show_live,
     start_program,
     terminal_width,
+    write_files,
 )
 from shmloader.memory.process_memory import read_memory
 from shmloader.monitor import Monitor, start
@@ -43,29 +44,38 @@ Growth of a loader's workers is explained from inside the program, with the line
     python -m shmloader memory --pid 1234
 
 The program's output, signals and exit status stay its own; what this command says goes to standard
-error. Ctrl-C ends both. docs/memory.md explains the figures.
+error. Ctrl-C ends both, and with --pid this command alone. docs/memory.md explains the figures.
 """
 _TABLE_EVERY_S = 60.0  # where the table is not live
 
 
 def main(words: Sequence[str]) -> int:
-    """Follow a program until it ends; gives its exit status, or 128 and the signal that ended it."""
+    """Follow a program until it ends; gives its exit status, or 128 and the signal that ended it.
+
+    It is 1 instead of 0 if a file could not be written.
+    """
     arguments = parse(words)
     if arguments.command:
         return _launch(arguments)
-    for pid in arguments.pid:
-        if not psutil.pid_exists(pid) or not read_memory(pid):
-            why = "may not be read: it is another user's" if psutil.pid_exists(pid) else "does not exist"
-            print(f"error: process {pid} {why}", file=sys.stderr)
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for pid in arguments.pid:
+            try:
+                ends.append(os.pidfd_open(pid))
+            except OSError as error:
+                say(f"error: process {pid} does not exist, or cannot be followed: {error.strerror}")
+                return 1
+            stack.callback(os.close, ends[-1])
+            if not read_memory(pid):
+                say(f"error: process {pid} may not be read: it is another user's, or has just ended")
+                return 1
+        try:
+            monitor = Monitor(*arguments.pid, every_s=arguments.every)
+        except psutil.NoSuchProcess as error:
+            say(f"error: process {error.pid} has just ended")
             return 1
-    monitor = Monitor(*arguments.pid, every_s=arguments.every)
-    ends = [os.pidfd_open(pid) for pid in arguments.pid]
-    try:
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(monitor, ends, arguments, is_terminal_free=True)
-    finally:
-        for fd in ends:
-            os.close(fd)
+            _follow(monitor, ends, live_display(sys.stderr, transient=True))
     return 0 if _finish(monitor, arguments) else 1
 
 
@@ -73,13 +83,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = command_parser("memory", DESCRIPTION)
     add = parser.add_argument
-    add(
-        "--pid",
-        type=whole_number(1, MOST_PID),
-        action="append",
-        default=[],
-        help="follow this process; may be repeated",
-    )
+    pid = whole_number(1, MOST_PID)
+    add("--pid", type=pid, action="append", default=[], help="follow this process; may be repeated")
     add("--every", type=float, default=1.0, metavar="S", help="least seconds between readings (default 1)")
     add("--picture", type=Path, metavar="PNG", help="draw memory over time when it ends (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write all readings and findings when it ends")
@@ -104,70 +109,43 @@ def _launch(arguments: argparse.Namespace) -> int:
         with forwarded_signals(program):
             monitor = Monitor(program.pid, every_s=arguments.every, reports=reports)
             end = os.pidfd_open(program.pid)
-            try:
-                _follow(monitor, [end], arguments, is_terminal_free=not sys.stdout.isatty())
+            try:  # not live where the program may write to the terminal
+                display = None if sys.stdout.isatty() else live_display(sys.stderr, transient=True)
+                _follow(monitor, [end], display)
             finally:
                 os.close(end)
             status = exit_status(program)
-            _finish(monitor, arguments)
-    return status
+            written = _finish(monitor, arguments)
+    return status if written else status or 1
 
 
-def _follow(
-    monitor: Monitor, ends: Sequence[int], arguments: argparse.Namespace, *, is_terminal_free: bool
-) -> None:
-    """Read and show until all processes of the descriptors ``ends`` have ended."""
-    waiting = list(ends)
-    with _View(monitor, is_terminal_free=is_terminal_free) as view:
+def _follow(monitor: Monitor, ends: Sequence[int], display: Any) -> None:
+    """Read and show until all processes of the descriptors ``ends`` have ended.
+
+    Without a `live_display` the table is shown now and then, and findings at once.
+    """
+    waiting, said, shown_s = list(ends), dict[tuple[int, int], int](), time.monotonic()
+    with display or contextlib.nullcontext():
         while waiting:
             monitor.read()
-            view.show()
+            if display is not None:
+                width, height = display.console.size
+                show_live(display, render(monitor, monitor.last, width, max(4, height - 14)))
+            else:
+                _say_findings(monitor, said)
+                if time.monotonic() - shown_s >= _TABLE_EVERY_S:
+                    shown_s = time.monotonic()
+                    say(render(monitor, monitor.last, terminal_width(2) or 100))
             ended, _, _ = select.select(waiting, [], [], monitor.wait_s)
             waiting = [fd for fd in waiting if fd not in ended]
 
 
-class _View:
-    """Shows the table live if the terminal is free for it; otherwise now and then, and findings at once."""
-
-    def __init__(self, monitor: Monitor, *, is_terminal_free: bool) -> None:
-        self._monitor = monitor
-        self._live: Any = None
-        self._said: dict[tuple[int, int], int] = {}
-        self._shown_s = time.monotonic()
-        if is_terminal_free and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-            from rich.console import Console
-            from rich.live import Live
-
-            self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self) -> None:
-        """Show what has been read."""
-        if self._live is not None:
-            from rich.text import Text
-
-            width, height = self._live.console.size
-            self._live.update(
-                Text(render(self._monitor, self._monitor.last, width, max(4, height - 14))), refresh=True
-            )
-            return
-        for finding in self._monitor.findings():
-            if finding.nbytes > 2 * self._said.get(finding.about, -1):  # new, or twice as large
-                self._said[finding.about] = finding.nbytes
-                say(f"shmloader memory: {finding.text}")
-        if time.monotonic() - self._shown_s >= _TABLE_EVERY_S:
-            self._shown_s = time.monotonic()
-            say(render(self._monitor, self._monitor.last, terminal_width(2) or 100))
+def _say_findings(monitor: Monitor, said: dict[tuple[int, int], int]) -> None:
+    """Say the findings that are new, or about twice as much as when they were ``said``."""
+    for finding in monitor.findings():
+        if finding.nbytes > 2 * said.get(finding.about, -1):
+            said[finding.about] = finding.nbytes
+            say(f"shmloader memory: {finding.text}")
 
 
 def _finish(monitor: Monitor, arguments: argparse.Namespace) -> bool:
@@ -175,17 +153,20 @@ def _finish(monitor: Monitor, arguments: argparse.Namespace) -> bool:
     peak = monitor.peak
     say(f"\nat its peak, {peak.time_s:.0f} s after the start:")
     say(render(monitor, peak, terminal_width(2) or 100))
-    try:
-        if arguments.json:
-            readings = [asdict(reading) | {"pss_nbytes": reading.pss_nbytes} for reading in monitor.readings]
-            report = {"peak_nbytes": peak.pss_nbytes, "cost_s": monitor.cost_s, "readings": readings}
-            report["findings"] = list(map(asdict, monitor.findings()))
-            arguments.json.write_text(json.dumps(report), encoding="utf-8")
-        if arguments.picture:
-            from shmloader.monitor.picture import draw
+    return write_files(
+        (arguments.json, lambda path: path.write_text(_as_json(monitor), encoding="utf-8")),
+        (arguments.picture, lambda path: _draw(monitor, path)),
+    )
 
-            draw(monitor, arguments.picture)
-    except OSError as error:
-        say(f"error: {error.filename}: {error.strerror}")
-        return False
-    return True
+
+def _as_json(monitor: Monitor) -> str:
+    readings = [asdict(reading) | {"pss_nbytes": reading.pss_nbytes} for reading in monitor.readings]
+    report = {"peak_nbytes": monitor.peak.pss_nbytes, "cost_s": monitor.cost_s, "readings": readings}
+    report["findings"] = list(map(asdict, monitor.findings()))
+    return json.dumps(report)
+
+
+def _draw(monitor: Monitor, path: Path) -> None:
+    from shmloader.monitor.picture import draw
+
+    draw(monitor, path)

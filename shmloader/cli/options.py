@@ -33,17 +33,10 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def parse_nbytes(text: str) -> int:
-    """Read a size for argparse.
+    """Read a size, as an argparse type: whole bytes, at least 1.
 
-    Args:
-        text: A number with a unit or without: ``500000``, ``38MB`` (38,000,000), ``38MiB`` or ``38M``
-            (38 times 1,048,576), ``1.5 GB``; upper or lower case.
-
-    Returns:
-        Whole bytes, at least 1.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is not a size.
+    It has a unit or none: ``500000``, ``38MB`` (38,000,000), ``38MiB`` or ``38M`` (38 times 1,048,576),
+    ``1.5 GB``; upper or lower case.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
     factor = _FACTORS.get(match[2].upper()) if match else None

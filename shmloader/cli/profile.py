@@ -18,6 +18,7 @@ from shmloader.cli.programs import (
     say,
     start_program,
     terminal_width,
+    write_files,
 )
 from shmloader.profiling.program import FOLDER, REPLAY, read_reports
 from shmloader.profiling.report import render, wrapped, write_trace
@@ -35,7 +36,10 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the program; gives its exit status, or 128 and the signal that ended it."""
+    """Run the program; gives its exit status, or 128 and the signal that ended it.
+
+    It is 1 instead of 0 if a file could not be written.
+    """
     arguments = parse(words)
     with tempfile.TemporaryDirectory(prefix="shmloader-profile-") as folder:
         given = {FOLDER: folder, REPLAY: "1" if arguments.replay else ""}
@@ -46,24 +50,14 @@ def main(words: Sequence[str]) -> int:
             status = exit_status(program)
         reports = read_reports(Path(folder))
     say(render_all(reports, terminal_width(2)))
-    try:
-        _write(arguments, reports)
-    except OSError as error:
-        say(f"error: {error.filename}: {error.strerror}")
-        return status or 1
-    return status
+    return status if _write(arguments, reports) else status or 1
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = command_parser("profile", DESCRIPTION)
     add = parser.add_argument
-    add(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="draw the longest loading (.png, .svg or .pdf)",
-    )
+    add("--picture", type=Path, metavar="FILE", help="draw the longest loading (.png, .svg or .pdf)")
     add("--trace", type=Path, metavar="FILE", help="write its last 300 batches as Chrome trace events")
     add("--replay", action="store_true", help="give each epoch's first batch again and again: the bound")
     add("--json", type=Path, metavar="FILE", help="write the figures of all loaders")
@@ -86,13 +80,20 @@ def render_all(reports: Sequence[dict[str, Any]], width: int | None) -> str:
     return "\n".join(f"\n{wrapped(report['title'], width)}\n{render(report, width)}" for report in reports)
 
 
-def _write(arguments: argparse.Namespace, reports: list[dict[str, Any]]) -> None:
+def _write(arguments: argparse.Namespace, reports: list[dict[str, Any]]) -> bool:
     spans = [report.pop("spans", []) for report in reports]
-    if arguments.json:
-        arguments.json.write_text(json.dumps(reports), encoding="utf-8")
-    if arguments.trace and reports:
-        write_trace(arguments.trace, spans[0])
-    if arguments.picture and reports:
-        from shmloader.profiling.picture import draw
+    figures = arguments.json, lambda path: path.write_text(json.dumps(reports), encoding="utf-8")
+    if not reports:
+        return write_files(figures)
+    title = f"{reports[0]['title']}\n{reports[0]['verdict']['text']}"
+    return write_files(
+        figures,
+        (arguments.trace, lambda path: write_trace(path, spans[0])),
+        (arguments.picture, lambda path: _draw(path, title, spans[0])),
+    )
 
-        draw(arguments.picture, f"{reports[0]['title']}\n{reports[0]['verdict']['text']}", spans[0])
+
+def _draw(path: Path, title: str, spans: list[Any]) -> None:
+    from shmloader.profiling.picture import draw
+
+    draw(path, title, spans)

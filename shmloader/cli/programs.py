@@ -9,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO
 
 _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # which it sends to both
 _FORWARDED = (*_FROM_TERMINAL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -18,7 +20,7 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126  # as shells have it
 
 
 def command_parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a command that starts a program; its options come before ``--``."""
+    """The parser of a command, whose description keeps its lines."""
     return argparse.ArgumentParser(
         prog=f"python -m shmloader {name}",
         description=description,
@@ -29,7 +31,7 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
 def parse_with_program(
     parser: argparse.ArgumentParser, words: Sequence[str], outputs: Sequence[str]
 ) -> argparse.Namespace:
-    """Read a command line whose rest is a program; checks the files that the options ``outputs`` name."""
+    """Read a command line with a program after ``--``; checks the files that the options ``outputs`` name."""
     what = "the program to start, after --"
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=what)
     arguments = parser.parse_args(words)
@@ -48,7 +50,7 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        _discard(2)
+        discard(2)
 
 
 def print_out(text: str, what: str) -> bool:
@@ -60,15 +62,31 @@ def print_out(text: str, what: str) -> bool:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        _discard(1)
+        discard(1)
     except OSError as error:
-        _discard(1)
+        discard(1)
         say(f"error: {what} could not be written to standard output: {error.strerror}")
         return False
     return True
 
 
-def _discard(fd: int) -> None:
+def write_files(*files: tuple[Path | None, Callable[[Path], object]]) -> bool:
+    """Write the files that were asked for, each by a function; returns whether all could be.
+
+    Says which one could not: an error of a full disk does not name it.
+    """
+    written = True
+    for path, write in files:
+        try:
+            if path is not None:
+                write(path)
+        except OSError as error:
+            say(f"error: {path}: {error.strerror}")
+            written = False
+    return written
+
+
+def discard(fd: int) -> None:
     """Send a stream nowhere, with what is still to be flushed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, fd)
@@ -86,6 +104,26 @@ def terminal_width(fd: int) -> int | None:
         return None
 
 
+def live_display(stream: TextIO, *, transient: bool = False) -> Any:
+    """A display of rich's for one text that is replaced; None if there is no terminal, or no rich.
+
+    It is a context manager; with ``transient`` the text is gone after it.
+    """
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    return Live(console=Console(file=stream), auto_refresh=False, transient=transient)
+
+
+def show_live(display: Any, text: str) -> None:
+    """Replace the text of a `live_display`."""
+    from rich.text import Text
+
+    display.update(Text(text), refresh=True)
+
+
 def start_program(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | int:
     """Start a program; if that fails, say why, and return the exit status."""
     try:
@@ -100,6 +138,23 @@ def exit_status(program: subprocess.Popen[bytes]) -> int:
     """Wait for a program's end; returns its exit status, or 128 and the signal that ended it."""
     status = program.wait()
     return status if status >= 0 else 128 - status
+
+
+def end_session(process: subprocess.Popen[Any], grace_s: float = 0.0) -> None:
+    """End a process that leads a session, unless it has succeeded, and all in its session that is left.
+
+    With a grace it may end what it has started itself, before all are killed.
+    """
+    if grace_s and process.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.terminate()
+            process.wait(grace_s)
+    if process.poll() != 0:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+    process.wait()
 
 
 @contextlib.contextmanager

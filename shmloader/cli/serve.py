@@ -12,6 +12,7 @@ from typing import Any
 
 import shmloader
 from shmloader.cli.programs import command_parser, say
+from shmloader.serving.server import WINDOW
 
 DESCRIPTION = """\
 Serve the batches of a loader to other processes of this host, until Ctrl-C or SIGTERM:
@@ -31,13 +32,13 @@ def main(words: Sequence[str]) -> int:
     """Serve; gives 0 once that is over, or 1 with the reason. What the file raises has its traceback."""
     arguments = parse(words)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("shmloader.serving").setLevel(logging.INFO)  # it says when readers can attach
     path, found = arguments.loader
     loader, name = load(path, found), arguments.name or found
     if loader is None:
         say(f"error: {path} has no {found!r}, or it gives None")
         return 1
     try:
-        say(f"serving {found} of {path} as {name!r}")
         shmloader.serve(
             loader,
             name,
@@ -60,7 +61,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("loader", type=_place, metavar="FILE:NAME", help="a loader, or a function that returns one")
     add("--name", help="that readers attach to (NAME)")
     add("--readers", type=int, metavar="N", help="readers in step; without it any number, at any time")
-    add("--window", type=int, default=4, metavar="N", help="batches made ahead for a reader (%(default)s)")
+    add("--window", type=int, default=WINDOW, metavar="N", help="batches ahead for a reader (%(default)s)")
     add("--policy", choices=("wait", "drop"), default="wait", help="for a slow reader (%(default)s)")
     add("--epochs", type=int, metavar="N", help="epochs to serve; without it any number")
     add("--job", metavar="TEXT", help="stands for the run, if readers belong to several")

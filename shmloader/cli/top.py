@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
 import sys
 import time
 from collections.abc import Sequence
@@ -14,20 +12,20 @@ import psutil
 
 from shmloader.cli.options import MOST_PID, whole_number
 from shmloader.cli.profile import render_all
-from shmloader.cli.programs import print_out, terminal_width
+from shmloader.cli.programs import command_parser, discard, live_display, print_out, show_live, terminal_width
 from shmloader.profiling.program import FOLDER, read_reports
 
+DESCRIPTION = f"""\
+Show where the time of a program's loaders goes, live. The program runs under
+`python -m shmloader profile`, or with {FOLDER}=FOLDER in its environment.
+"""
 _EVERY_S = 1.0
 _MOST = 3  # reports, those on the longest loading
 
 
 def main(words: Sequence[str]) -> int:
     """Show the reports until the program ends; 1 if it is not profiled."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmloader top",
-        description="Show where the time of a program's loaders goes, live. The program runs under "
-        f"`python -m shmloader profile`, or with {FOLDER}=FOLDER in its environment.",
-    )
+    parser = command_parser("top", DESCRIPTION)
     parser.add_argument("pid", type=whole_number(1, MOST_PID), help="the program, or its profile command")
     parser.add_argument("--once", action="store_true", help="print the figures so far, and end")
     arguments = parser.parse_args(words)
@@ -66,15 +64,15 @@ def _text(folder: Path, width: int | None) -> str:
 
 
 def _follow(pid: int, folder: Path) -> None:
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    live = live_display(sys.stdout)
+    with live or contextlib.nullcontext():
         while psutil.pid_exists(pid) and folder.is_dir():
-            print(_text(folder, terminal_width(1)), flush=True)
-            time.sleep(_EVERY_S)
-        return
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(auto_refresh=False) as live:
-        while psutil.pid_exists(pid) and folder.is_dir():
-            live.update(Text(_text(folder, live.console.width)), refresh=True)
+            if live is not None:
+                show_live(live, _text(folder, live.console.width))
+            else:
+                try:
+                    print(_text(folder, terminal_width(1)), flush=True)
+                except OSError:  # nobody reads it any more
+                    discard(1)
+                    return
             time.sleep(_EVERY_S)

@@ -7,35 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from shmloader.codec.layout import ALIGNMENT, BYTES, ITEM_NBYTES, LONE_LEAF, join_header, pack_row
 from shmloader.codec.leaves import HANDLERS, Add, add_buffer, is_plain, with_large_bytes
-from shmloader.codec.slot_allocator import make_placeholder
-
-
-class Memory(Protocol):
-    """The memory that a batch is written to: a `SlotAllocator`, whose methods say what each of these does."""
-
-    @property
-    def rows(self) -> dict[PickleBuffer, bytes]: ...  # noqa: D102
-
-    @property
-    def nbytes(self) -> int: ...  # noqa: D102
-
-    @property
-    def address(self) -> int: ...  # noqa: D102
-
-    def offset_of(self, address: int, nbytes: int) -> int | None: ...  # noqa: D102
-
-    def place(self, nbytes: int) -> int: ...  # noqa: D102
-
-    def ensure(self, nbytes: int) -> bool: ...  # noqa: D102
-
-    def view(self) -> memoryview: ...  # noqa: D102
+from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
 
 
 class Encoded(NamedTuple):
@@ -80,9 +59,9 @@ _LONE_TENSOR: dict[tuple[Any, ...], bytes] = {(torch.Tensor, 1): LONE_LEAF}
 
 
 class Encoder:
-    """Writes batches into the slots of one `SlotAllocator`, or another `Memory`; lives in the worker."""
+    """Writes batches into the slots of one `SlotAllocator`; lives in the worker."""
 
-    def __init__(self, allocator: Memory) -> None:
+    def __init__(self, allocator: SlotAllocator) -> None:
         self._allocator = allocator
         self.copied_nbytes = 0  # bytes of all leaves so far that were copied in
         self._outputs: dict[PickleBuffer, bytes] = {}  # rows of those that collation has made

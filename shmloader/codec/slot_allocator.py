@@ -242,7 +242,7 @@ class SlotAllocator:
 
         If something in this process still views the slot (a collate function that keeps its batches, say),
         those views are moved to private memory, because the slot will be written again. Returns whether there
-        were any.
+        were any. Raises `SharedMemoryExhausted` if there is no memory for them; then the task has not ended.
         """
         anchor, self._anchor = self._anchor, None
         anchored, self._anchored = self._anchored, None
@@ -253,7 +253,11 @@ class SlotAllocator:
         del anchor
         if watch() is None:
             return False
-        anchored.detach()
+        try:
+            anchored.detach()
+        except BaseException:
+            self._anchor, self._anchored, self._here = watch(), anchored, here
+            raise
         self._kept = [kept for kept in self._kept if kept[0]() is not None]
         self._kept.append((watch, range(anchored.address, anchored.address + anchored.nbytes)))
         if here is not None and here.extent is anchored:

@@ -75,7 +75,7 @@ class StackFile:
 def answers(pid: int) -> bool:
     """Whether a process has a handler for stack requests, by Linux's list: a worker soon installs it."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return False
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)

@@ -19,21 +19,13 @@ _LEAST_RATE = 1_000_000  # bytes per minute; less is not called growth
 
 @dataclass(frozen=True)
 class Growth:
-    """The growth of one process's private memory.
+    """The growth of one process's private memory."""
 
-    Attributes:
-        process: The process, as it is now.
-        nbytes: Bytes since it was first read.
-        nbytes_per_min: Bytes per minute, in the last minute.
-        resident_nbytes_per_min: The same of all its memory, which does not grow where shared becomes private.
-        seconds: Seconds of that minute in which it was followed.
-    """
-
-    process: ProcessMemory
-    nbytes: int
-    nbytes_per_min: float
-    resident_nbytes_per_min: float
-    seconds: float
+    process: ProcessMemory  # as it is now
+    nbytes: int  # since it was first read
+    nbytes_per_min: float  # in the last minute
+    resident_nbytes_per_min: float  # of all its memory, which does not grow where shared becomes private
+    seconds: float  # of that minute in which it was followed
 
 
 def megabytes(nbytes: float) -> str:
@@ -43,17 +35,11 @@ def megabytes(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is seen.
+    """One thing that is seen."""
 
-    Attributes:
-        about: The loader or the process.
-        nbytes: Bytes that it is about.
-        text: The sentence.
-    """
-
-    about: tuple[int, int]
-    nbytes: int
-    text: str
+    about: tuple[int, int]  # process, and the ``id`` of the loader in it, or another number
+    nbytes: int  # that it is about
+    text: str  # the sentence
 
 
 def find(

@@ -32,33 +32,19 @@ REPORTS = "SHMLOADER_MEMORY_REPORTS"
 
 @dataclass(frozen=True)
 class Report:
-    """The objects that one loader's workers hold, as seen in the process that started them.
+    """The objects that one loader's workers hold, as seen in the process that started them."""
 
-    Attributes:
-        pid: That process.
-        loader: The ``id`` of the loader there.
-        dataset: The program's name for the dataset.
-        start_method: How its workers start; "" without worker processes.
-        workers: Their process ids.
-        owner: The expression for the object in the dataset that holds most of what workers copy.
-        nbytes: Bytes of it that workers copy: objects that they read under fork, all of it otherwise.
-        is_shareable: Whether `shmloader.share` takes the owner.
-        original: The variable by which the program still holds a list or dict that it has shared; "" without.
-        original_nbytes: Bytes of that.
-        error: Why the dataset could not be looked at; "" if it was.
-    """
-
-    pid: int
-    loader: int
-    dataset: str
-    start_method: str = ""
-    workers: tuple[int, ...] = ()
-    owner: str = ""
-    nbytes: int = 0
-    is_shareable: bool = False
-    original: str = ""
+    pid: int  # that process
+    loader: int  # the ``id`` of the loader there
+    dataset: str  # the program's name for it
+    start_method: str = ""  # of its workers; "" without worker processes
+    workers: tuple[int, ...] = ()  # their process ids
+    owner: str = ""  # the expression for the object in the dataset that holds most of what workers copy
+    nbytes: int = 0  # of it that workers copy: objects that they read under fork, all of it otherwise
+    is_shareable: bool = False  # whether `shmloader.share` takes the owner
+    original: str = ""  # the variable by which the program still holds a list or dict that it has shared
     original_nbytes: int = 0
-    error: str = ""
+    error: str = ""  # why the dataset could not be looked at; "" if it was
 
 
 _seen: dict[int, tuple[weakref.ref[Any], Report]] = {}  # by the loader's ``id``
@@ -67,9 +53,8 @@ _listeners: list[Callable[[Report], None]] = []
 
 def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
     """Begin an iterator as ``torchs_iter`` does, and report on the loader."""
-    report = _look(
-        loader, inspect.currentframe()
-    )  # no variable: a frame that holds itself keeps the iterator
+    # No variable for the frame: one that holds itself keeps the iterator.
+    report = _look(loader, inspect.currentframe())
     if report.start_method not in ("", "fork"):
         _send(report)  # now: these workers are sent the whole dataset, which may take long
     iterator = torchs_iter(loader)

@@ -105,10 +105,8 @@ class Monitor:
     def add(self, reading: Reading) -> None:
         """Take up a reading, which may come from elsewhere."""
         alive = {process.pid for process in self.last.processes}
-        new = [
-            process for process in reading.processes if process.pid not in alive
-        ]  # also if its number is old
-        self._first |= {process.pid: process for process in new}
+        # Also if the number is an old one's.
+        self._first |= {process.pid: process for process in reading.processes if process.pid not in alive}
         if len(self.readings) >= _MOST_READINGS:
             self.readings = self.readings[::2]
         self.readings.append(reading)

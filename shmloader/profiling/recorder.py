@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, ParamSpec
 
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.messages import shown
-from shmloader.profiling.probe import BatchProbe
 from shmloader.statistics import Recorder
 from shmloader.wire.records import BatchTimes
+from shmloader.worker.probe import BatchProbe
 
 _P = ParamSpec("_P")
 
@@ -26,23 +26,15 @@ _OUTLIER = 8.0  # times as long as the others of its batch: such a sample holds 
 
 
 class Returned(NamedTuple):
-    """A batch that ``next()`` has returned, or several quick ones in a row.
+    """A batch that ``next()`` has returned, or several quick ones in a row."""
 
-    Attributes:
-        began_ns: When the program's step before it began, by ``time.perf_counter_ns()``.
-        step_s: Seconds of the program since the batch before; 0 for an epoch's first batch.
-        wait_s, sampler_s, next_s: Seconds that ``next()`` waited; of the sampler; of all else in ``next()``.
-        held: Batches that the program held then.
-        batches: Their number; seconds are sums.
-    """
-
-    began_ns: int
-    step_s: float
-    wait_s: float
+    began_ns: int  # when the program's step before it began, by ``time.perf_counter_ns()``
+    step_s: float  # of the program since the batch before; 0 for an epoch's first batch
+    wait_s: float  # that ``next()`` waited
     sampler_s: float
-    next_s: float
-    held: int
-    batches: int = 1
+    next_s: float  # of all else in ``next()``
+    held: int  # batches that the program held then
+    batches: int = 1  # their number; seconds are sums
 
 
 class Made(NamedTuple):

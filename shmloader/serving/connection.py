@@ -10,32 +10,27 @@ from shmloader.store.host_server import peer_of
 
 
 class Connection(Reader):
-    """A process that is connected: a reader, once it has greeted and until it is let go."""
+    """A process that is connected: a reader, while it is in the roster."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__()
         self.end = not_inherited(end)
         self.pid, self.uid = peer_of(end)
-        self.greeted = self.deaf = False
         self.request = 0  # the number of its last one for an epoch
         self.unsent: list[bytes] = []
 
     def greet(self, join: Join) -> None:
-        """Note that it has introduced itself."""
-        self.join, self.greeted = join, True
+        """Note how it has introduced itself."""
+        self.join = join
 
     def note_request(self, number: int) -> None:
         """Note that it has asked for an epoch."""
         self.request = number
 
-    def turn_deaf(self) -> None:
-        """Listen to it no more."""
-        self.deaf = True
-
-    def send(self, message: bytes = b"", fds: list[int] | None = None) -> bool:
+    def send(self, message: bytes = b"", fds: list[int] | None = None) -> str:
         """Send what was ``unsent``, as one message, and another one.
 
-        False if the process does not read. Its end, if it is gone, is noticed elsewhere.
+        Returns why that was not possible, or "". The process's end, if it is gone, is noticed elsewhere.
         """
         before = b"".join(self.unsent)
         self.unsent.clear()
@@ -47,7 +42,9 @@ class Connection(Reader):
             elif message:
                 self.end.send(message, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return False
-        except OSError:
+            return "this process does not read what it is sent"
+        except ConnectionError:
             pass
-        return True
+        except OSError as error:  # no memory, or this user has too many descriptors on their way
+            return f"a message could not be sent to this process ({error.strerror})"
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import deque
@@ -60,7 +61,7 @@ class Link:
 
     def state(self, taken: int) -> Any:
         """The loader's state after so many batches of the epoch; -1 for between epochs."""
-        return self.read(self._answer_to(self._request(records.STATE, taken)))
+        return self._answer_to(self._request(records.STATE, taken))
 
     def load(self, text: bytes) -> None:
         """Have the loader's next epoch continue from a state. Raises what that raises."""
@@ -69,7 +70,7 @@ class Link:
                 f"a state of {len(text):,} bytes cannot be sent to the process that serves {self.name!r}: "
                 f"{records.MOST_STATE_NBYTES:,} are the most. Load it there, before serve()"
             )
-        self.read(self._answer_to(self._request(records.LOAD, 0, text)))
+        self._answer_to(self._request(records.LOAD, 0, text))
 
     def begun(self) -> int:
         """Wait until the epoch begins; returns how many of its batches were before. Raises why it cannot."""
@@ -84,15 +85,11 @@ class Link:
             raise LoaderError(f"{self.name!r} was attached to by this process's parent: attach here, too")
         self._requests = number = self._requests + 1
         released = self.slots.released()
-        while True:
-            told = released[: records.MOST_RELEASED]
-            try:
-                self._end.send(records.pack_request(kind, value, number, told, text))
-            except OSError:  # what the server has sent before its end is still to be read
-                return number
+        told = released[: records.MOST_RELEASED]  # more is told with the next request
+        with contextlib.suppress(OSError):  # what the server has sent before its end is still to be read
+            self._end.send(records.pack_request(kind, value, number, told, text))
             del released[: len(told)]
-            if not released:
-                return number
+        return number
 
     # --- in
 
@@ -122,10 +119,14 @@ class Link:
             raise restore(thing)
         return thing.batch if type(thing) is Report else thing
 
-    def _answer_to(self, request: int) -> Stored:
+    def _answer_to(self, request: int) -> Any:
+        """Wait for the answer to a request, and read it."""
         while request not in self._answers:
             self._receive()
-        return self._answers.pop(request)
+        try:
+            return self.read(self._answers[request])
+        finally:
+            self.slots.pass_over(self._answers.pop(request))  # where it could not be read
 
     def _receive(self) -> None:
         """Wait for a message, and note it."""
@@ -169,7 +170,7 @@ class Link:
         elif kind == records.CLOSED:
             self._closed = LoaderClosed(message[1:].decode())
         else:
-            self._closed = ServerDied(
+            self._closed = self._closed or ServerDied(
                 f"process {self.pid}, which served {self.name!r} to this one, has ended", pid=self.pid
             )
 
@@ -184,9 +185,14 @@ class Link:
             self.slots.pass_over(self._batches[0])
             self._batches.popleft()
 
+    def interrupt(self) -> None:
+        """End what another thread waits for; the server does not hear of it yet. Called before `close`."""
+        self._closed = self._closed or LoaderClosed(f"{self.name!r}: close() of this reader was called")
+        with contextlib.suppress(OSError):  # the connection is closed
+            self._end.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         """Let go of everything; batches that the program holds become private memory."""
         if os.getpid() == self._owner_pid:
             self.slots.close()  # before the server hears of it
         self._end.close()
-        self._closed = self._closed or LoaderClosed(f"{self.name!r}: close() of this reader was called")

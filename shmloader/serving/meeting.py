@@ -21,7 +21,7 @@ import torch
 
 from shmloader.errors import LoaderError, ServerDied, ShareTimeout
 from shmloader.host_sockets import bind, not_inherited
-from shmloader.serving.records import MOST_NBYTES, PROTOCOL, REFUSED
+from shmloader.serving.records import MOST_NBYTES, PROTOCOL, WELCOME
 from shmloader.store.host_server import peer_of
 from shmloader.store.job import job_of_process
 
@@ -141,7 +141,7 @@ def greet(
     connection.settimeout(None)
     if not answer:
         raise ServerDied(f"process {pid}, which serves {name!r}, has ended before it answered", pid=pid)
-    if answer[0] == REFUSED:
+    if answer[0] != WELCOME:
         raise LoaderError(answer[1:].decode())
     if not fds:
         raise no_descriptor(name)

@@ -24,6 +24,7 @@ import torch
 from shmloader.distributed import local_rank_and_ranks, rank_and_ranks
 from shmloader.errors import LoaderError, ServerDied, ShareTimeout
 from shmloader.indices.samplers import with_inner
+from shmloader.interrupts import HeldInterrupts
 from shmloader.loading import Loading
 from shmloader.messages import ending_of
 from shmloader.resume.compatibility import State
@@ -73,12 +74,9 @@ class HostLoading(Loading):
             settings = Settings.of(loader)
             about = meeting.introduction(None) | {"join": "next", "loader": _description(settings)}
             name, (rank, ranks) = _name(), local_rank_and_ranks()
-            process = _start_server(loader, name, ranks, about) if rank == 0 else None
-            link = _attach(name, about, process)
+            link = _attach(name, about) if rank else _start_and_attach(loader, name, ranks, about)
             self._sampler_epoch = _epoch_of_sampler(settings)
             self._reader = AttachedLoader(link, pin_memory=loader.pin_memory, device=settings.device)
-            if process is not None:  # before multiprocessing waits for it
-                Finalize(None, _end, (process,), exitpriority=1)
         return self._reader
 
     def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
@@ -177,8 +175,8 @@ def _epoch_of_sampler(settings: Settings) -> int | None:
 # --- the process that serves
 
 
-def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> Any:
-    """Fork the process that serves a copy of a loader; it is the child of this rank, and ends with it."""
+def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> Link:
+    """Fork the process that serves a copy of a loader, and attach to it. It ends with this rank."""
     served = copy.copy(loader)
     vars(served).update(shared_by=None, pin_memory=False)
     vars(served).pop("device", None)
@@ -186,8 +184,15 @@ def _start_server(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> 
     arguments = served, name, ranks, about, os.getpid()
     context = multiprocessing.get_context("fork")  # with copies of this rank's generators
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
-    process.start()
-    return process
+    with HeldInterrupts():
+        process.start()
+        # Before multiprocessing waits for it, at this rank's end.
+        end = Finalize(None, _end, (process,), exitpriority=1)
+    try:
+        return _attach(name, about, process)
+    except BaseException:
+        end()
+        raise
 
 
 def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int) -> None:
@@ -197,7 +202,7 @@ def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: 
     run_server(loader, name, Roster(ranks, WINDOW, "wait"), about)
 
 
-def _attach(name: str, about: dict[str, Any], process: Any) -> Link:
+def _attach(name: str, about: dict[str, Any], process: Any = None) -> Link:
     """Attach to the process that serves, once it does; ``process`` is that one, where it is a child."""
     deadline_s = time.monotonic() + _WAIT_S
     while True:

@@ -136,7 +136,11 @@ class AttachedLoader:
             _kept.append(self._link)  # else batches that the program holds would change
 
     def close(self) -> None:
-        """Leave the server. Batches that the program holds stay valid: they become private memory."""
+        """Leave the server. Batches that the program holds stay valid: they become private memory.
+
+        A ``next()`` that waits in another thread ends with `LoaderClosed`.
+        """
+        self._link.interrupt()
         with self._lock:
             self._link.close()
 
@@ -199,7 +203,7 @@ class AttachedIterator:
             raise self._ended
         try:
             self._made = [self._loader.deliver(link.read(stored), waited_ns)]
-        except SharedMemoryExhausted:  # the next call tries again, unless it was sent as the batch
+        except MemoryError:  # the next call tries again, unless it was sent as the batch
             self._taken += bool(stored.flags & records.RAISES)
             raise
         except Exception:

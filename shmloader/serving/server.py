@@ -55,9 +55,7 @@ class Server:
         """Serve until all is over, see `serve`."""
         while not self._is_over(epochs):
             # Without a wait as long as anything can go on: its turn may come by what was done, not said.
-            goes_on = self._go_on(epochs)
-            if not goes_on:
-                self._flush()
+            goes_on = self._go_on(epochs) or self._flush()
             self._look(0 if goes_on else None)
 
     def _go_on(self, epochs: int | None) -> bool:
@@ -95,7 +93,7 @@ class Server:
             connection = self._connections.get(fd)
             if connection is None:
                 self._accept()
-            elif connection.deaf or not event & select.POLLIN:
+            elif not event & select.POLLIN:
                 self._end(connection)
             else:
                 self._receive(connection)
@@ -127,13 +125,13 @@ class Server:
         try:
             if not message:
                 self._end(connection)
-            elif connection.greeted:
+            elif connection in self._roster:
                 self._answer(connection, message)
             else:
                 self._greet(connection, json.loads(message))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning("serve %r: nonsense from process %d: %s", self._name, connection.pid, error)
-            if connection.greeted:
+            if connection in self._roster:
                 self._let_go(connection, f"the server of {self._name!r} could not understand this process")
             else:
                 self._end(connection)
@@ -150,15 +148,15 @@ class Server:
             self._end(connection)
             return
         welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
-        connection.send(bytes([records.WELCOME]) + json.dumps(welcome).encode(), [self._source.fd])
+        message = bytes([records.WELCOME]) + json.dumps(welcome).encode()
+        self._send(connection, message, [self._source.fd])
 
     def _let_go(self, connection: Connection, why: str) -> None:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
         self._roster.remove(connection)
         connection.send(bytes([records.CLOSED]) + why.encode())
-        connection.turn_deaf()
-        self._poller.modify(connection.end, 0)  # its end is still reported
+        self._poller.modify(connection.end, 0)  # nothing but its end is reported any more
 
     def _end(self, connection: Connection) -> None:
         """A connection has ended: nothing reads what its reader held."""
@@ -197,8 +195,7 @@ class Server:
         self._reply_with(item, connection, number)
 
     def _reply_with(self, item: Item, connection: Connection, number: int) -> None:
-        message = self._hold(item, [connection], records.ANSWER, number)
-        self._check_sent(connection, connection.send(message))
+        self._send(connection, self._hold(item, [connection], records.ANSWER, number))
 
     def _state(self, reader: Connection, taken: int) -> Any:
         if taken >= 0 and reader.epoch != self._roster.epoch:
@@ -241,7 +238,8 @@ class Server:
             self._tell_of_epoch(reader)
 
     def _tell_of_epoch(self, reader: Connection) -> None:
-        reader.send(records.pack_epoch(reader.request, self._roster.made), self._source.epoch_fds)
+        message = records.pack_epoch(reader.request, self._roster.made)
+        self._send(reader, message, self._source.epoch_fds)
 
     def _make_batch(self) -> None:
         try:
@@ -252,7 +250,7 @@ class Server:
                 item = self._source.next()
         except StopIteration:
             for reader in self._roster.end_epoch():
-                reader.send(bytes([records.END]))
+                self._send(reader, bytes([records.END]))
             return
         except Exception as error:  # noqa: BLE001 - in the batch's place, for every reader
             item = self._source.store_error(error, self._where)
@@ -264,11 +262,16 @@ class Server:
         for reader in readers:
             reader.unsent.append(message)
 
-    def _flush(self) -> None:
-        """Send readers the batches that were made since: one message for all that needed no wait."""
+    def _flush(self) -> bool:
+        """Send readers the batches that were made since: one message for all that needed no wait.
+
+        Returns whether one was let go, so that the others may go on.
+        """
+        before = len(self._roster)
         for connection in list(self._connections.values()):
             if connection.unsent:
-                self._check_sent(connection, connection.send())
+                self._send(connection)
+        return len(self._roster) < before
 
     def _hold(self, item: Item, readers: list[Connection], flags: int, number: int) -> bytes:
         """Let readers hold something from now on; returns the message that tells them."""
@@ -279,9 +282,10 @@ class Server:
         where = place.number, place.nbytes, place.header_begin, place.header_end
         return records.pack_stored(Stored(item.flags | flags, seq, number, *where))
 
-    def _check_sent(self, connection: Connection, was_sent: bool) -> None:
-        if not was_sent and not connection.deaf:
-            self._let_go(connection, "this process does not read what it is sent")
+    def _send(self, connection: Connection, message: bytes = b"", fds: list[int] | None = None) -> None:
+        """Send a message, after what is ``unsent``; a reader that cannot be told is let go."""
+        if why := connection.send(message, fds):
+            self._let_go(connection, why)
 
     def close(self, why: str) -> None:
         """Tell readers why there is no more, and end."""
@@ -336,7 +340,7 @@ def serve(
         raise TypeError(
             f"serve takes a loader, and not a {type(loader).__name__}: pass a shmloader.DataLoader"
         )
-    if getattr(loader, "pin_memory", False) or getattr(loader, "device", None) not in (None, "cpu"):
+    if getattr(loader, "pin_memory", False) or str(getattr(loader, "device", None)) not in ("None", "cpu"):
         raise ValueError(
             "a loader that is served has neither pin_memory nor device, since another process reads its "
             "batches: pass them to attach"
@@ -360,6 +364,7 @@ def run_server(
     why = f"process {os.getpid()}, which served {name!r}, has ended"
     with listener:
         server = Server(Source(loader), name, roster, about, listener)
+        _log.info("serve %r: readers can attach now", name)
         try:
             server.run(epochs)
         except BaseException as error:

@@ -103,7 +103,8 @@ class Source:
             encoded = self._encoder.encode(thing)
         except BaseException:
             allocator.release()
-            table.drop(place.seq, max(place.nbytes, allocator.nbytes))
+            table.segment.discard(place.number, place.limit_nbytes, place.nbytes)  # it may have grown
+            table.drop(place.seq, place.nbytes)
             raise
         nbytes = allocator.nbytes
         allocator.release()
@@ -112,7 +113,8 @@ class Source:
             raise SharedMemoryExhausted(f"{short}, of {encoded.header_end:,} bytes")
         table.arrive(place.seq, nbytes, encoded.header_begin, encoded.header_end, 0, 0)
         anchor, _ = table.take(place)
-        assert place.state is PlaceState.LEASED
+        if place.state is not PlaceState.LEASED:  # it is larger than what there was room for
+            raise SharedMemoryExhausted(f"{short}, of {encoded.header_end:,} bytes")
         return Item(anchor, IN_OWN, place)
 
     def store_error(self, error: BaseException, where: str) -> Item:

@@ -27,25 +27,15 @@ _ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
 class ArchiveIndex(NamedTuple):
-    """The samples of an archive: for each its key, and its members one after another.
+    """The samples of an archive: for each its key, and its members one after another."""
 
-    Attributes:
-        keys: UTF-8 text of all keys.
-        key_ends: Where each sample's key ends in it, shape ``(samples,)``.
-        member_ends: Where each sample's members end in the next three, shape ``(samples,)``.
-        offsets: Of the members' data in the archive, in bytes, shape ``(members,)``.
-        sizes: Of the members' data, in bytes.
-        kinds: The places of the members' extensions in `extensions`.
-        extensions: Without the first dot, in lower case.
-    """
-
-    keys: bytes
-    key_ends: IntArray
-    member_ends: IntArray
-    offsets: IntArray
-    sizes: IntArray
-    kinds: IntArray
-    extensions: tuple[str, ...]
+    keys: bytes  # UTF-8 text of all keys
+    key_ends: IntArray  # where each sample's key ends in it, shape ``(samples,)``
+    member_ends: IntArray  # where each sample's members end in the next three, shape ``(samples,)``
+    offsets: IntArray  # of the members' data in the archive, in bytes, shape ``(members,)``
+    sizes: IntArray  # of the members' data, in bytes
+    kinds: IntArray  # the places of the members' extensions in `extensions`
+    extensions: tuple[str, ...]  # without the first dot, in lower case
 
     def key(self, sample: int) -> str:
         """The key of a sample."""

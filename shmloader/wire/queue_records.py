@@ -18,7 +18,7 @@ INLINE, IN_SLOT, GRANT, CLOSED = 1, 2, 3, 4
 _INLINE = struct.Struct("<BxHH")
 INLINE_HEAD_NBYTES = _INLINE.size
 _IN_SLOT = struct.Struct("<B7xQQQQ24x")
-_GRANT = struct.Struct("<B?6xQqQQQ16x")
+_GRANT = struct.Struct("<B7xQqQQQ16x")
 
 CLOSED_RECORD = bytes([CLOSED]).ljust(UNIT_NBYTES, b"\0")
 
@@ -52,9 +52,8 @@ def unpack_in_slot(unit: bytes) -> tuple[int, int, int, int]:
 
 
 class Grant(NamedTuple):
-    """A grant to the producer: room for one more object, a slot, or both."""
+    """A grant to the producer: room for one more object, which needs no slot if it is small, and a slot."""
 
-    has_room: bool  # one more object may be put
     seq: int = 0  # number of the grant; this and all below are of the slot
     slot: int = -1  # -1 for none
     nbytes: int = 0  # reserved for the slot
@@ -62,13 +61,13 @@ class Grant(NamedTuple):
     limit_nbytes: int = 0  # up to which the producer may grow the slot
 
 
+ROOM = Grant()
+"""Room, without a slot."""
+
+
 def pack_grant(grant: Grant) -> bytes:
     """A grant's record."""
     return _GRANT.pack(GRANT, *grant)
-
-
-ROOM_RECORD = pack_grant(Grant(has_room=True))
-"""Room for one more object, which needs no slot if it is small."""
 
 
 def unpack_grants(records: bytes) -> list[Grant | None]:

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shmloader.failures.bad_samples import RAISE, pack
 from shmloader.settings import Settings
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
 
-
-class Probe(Protocol):
-    """Measures what a worker does for each batch, while its loader is profiled; one for each worker."""
-
-    def around_fetch(self, fetch: Callable[[Any, Any], list[Any]]) -> Callable[[Any, Any], list[Any]]:
-        """A function like ``fetch(dataset, indices)`` that finds the slowest samples."""
-
-    def around_collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A function like ``collate_fn`` that is timed."""
-
-    def begin(self, received_ns: int, copied_nbytes: int) -> None:
-        """Begin a batch whose task was received at a time of ``perf_counter_ns``.
-
-        ``copied_nbytes`` and that of `end` count the bytes copied in all batches so far.
-        """
-
-    def note_made(self) -> None:
-        """Note that the samples are fetched and collated."""
-
-    def end(self, seq: int, wait_ns: int, copied_nbytes: int, header_nbytes: int) -> bytes:
-        """End the batch; returns its packed `BatchTimes`."""
+if TYPE_CHECKING:
+    from shmloader.worker.probe import BatchProbe
 
 
 class FetchRules(NamedTuple):
@@ -46,7 +27,7 @@ class FetchRules(NamedTuple):
     # Whether a worker publishes the batches; a loader without workers, which a dataset may use inside a
     # worker, returns them to the user's code.
     in_worker: bool = False
-    probe: Probe | None = None  # measures, while the loader is profiled
+    probe: BatchProbe | None = None  # measures, while the loader is profiled
 
     @classmethod
     def of(cls, settings: Settings, stream: StreamRules | None) -> Self:

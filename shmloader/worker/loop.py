@@ -50,7 +50,7 @@ from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.dataset_setup import DatasetSetup
 from shmloader.worker.epoch_settings import EpochCall, EpochSettings, owners_in
-from shmloader.worker.fetcher import Fetcher, FetchRules, Probe
+from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.links import Link
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
@@ -59,6 +59,7 @@ from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 if TYPE_CHECKING:
     from shmloader.worker.handover import Handover
+    from shmloader.worker.probe import BatchProbe
 
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
@@ -81,7 +82,7 @@ class WorkerArguments:
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
     max_nbytes: int | None = None  # of private memory, beyond which the worker is replaced
-    make_probe: Callable[[], Probe] | None = None  # makes the worker's probe if the loader is profiled
+    make_probe: Callable[[], BatchProbe] | None = None  # makes the worker's probe if the loader is profiled
 
 
 class Loop:
@@ -100,7 +101,7 @@ class Loop:
         if is_own(collate_fn):
             collate_fn = self._placement.around(collate_fn)
         self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
-        self._probe: Probe | None = None
+        self._probe: BatchProbe | None = None
         self._measure_with(arguments.make_probe)
         self._dataset = arguments.dataset
         self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
@@ -163,7 +164,7 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
-    def _measure_with(self, make_probe: Callable[[], Probe] | None) -> None:
+    def _measure_with(self, make_probe: Callable[[], BatchProbe] | None) -> None:
         """Measure from the next fetcher on, or no longer."""
         self._probe = None if make_probe is None else make_probe()
         self._rules = self._rules._replace(probe=self._probe)
@@ -247,7 +248,6 @@ class Loop:
         """Make one batch, or an exception in its place, and publish it."""
         allocator = self._allocator
         index_batch: Any = None
-        detached = full = False
         try:
             allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
             payload = task.payload
@@ -257,36 +257,56 @@ class Loop:
             index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
                 self._seeds.begin(task.epoch, task.position)
-            batch = self._make(index_batch)
-            if os.getpid() != self._pid:
-                raise RuntimeError(
-                    "a process that the dataset forked has come back from it, and ends here: its parent "
-                    "makes the batch. End it with os._exit()"
-                )
-            if self._ended:
+            made = self._make_and_encode(index_batch)
+            if made is None:
                 allocator.release()
                 self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
                 return
-            if self._handover is not None:
-                full = self._handover.is_due(self._dataset, self._arguments.rules.collate_fn)
-            encoded, reported = self._encode(batch), type(batch) is Report
-            del batch
+            encoded, flags = made
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker: the exception ends it
             self._link.end_if_closed()
             report = self._report_on(error, index_batch)
-            detached, reported = allocator.restart(), True
+            flags = REPORTED | DETACHED * allocator.restart()
             encoded = self._encoder.encode(report)
+        self._publish(task, encoded, flags)
+
+    def _make_and_encode(self, index_batch: Any) -> tuple[Encoded, int] | None:
+        """Make a batch, and put it into the slot; returns the flags of its `Published` too.
+
+        None if the stream has ended. This frame alone has the batch, and with it views of the slot.
+        """
+        batch = self._make(index_batch)
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a process that the dataset forked has come back from it, and ends here: its parent makes "
+                "the batch. End it with os._exit()"
+            )
+        if self._ended:
+            return None
+        if self._probe is not None:
+            self._probe.note_made()
+        leaves: list[tuple[int, int]] | None = [] if self._placement.is_on else None
+        encoded = self._encoder.encode(batch, leaves)
+        if leaves is not None:
+            self._placement.settle(leaves, encoded.header_end)
+        flags = REPORTED * (type(batch) is Report)
+        handover = self._handover
+        if handover is not None and handover.is_due(self._dataset, self._arguments.rules.collate_fn):
+            flags |= FULL
+        return encoded, flags
+
+    def _publish(self, task: MakeBatch, encoded: Encoded, flags: int) -> None:
+        """Report a batch that is complete in the slot; one that does not fit in it is sent in pieces."""
+        allocator = self._allocator
         if encoded.spilled is not None:
-            detached |= allocator.restart()  # the pieces are written over what the user's code may keep
+            # The pieces are written over what the user's code may keep.
+            flags |= SPILLED | DETACHED * allocator.restart()
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
-            detached = True
+            flags |= DETACHED
             self._placement.note_kept()
-        flags = (
-            DETACHED * detached | SPILLED * (encoded.spilled is not None) | REPORTED * reported | FULL * full
-        )
         begin, end = encoded.header_begin, encoded.header_end
         if self._heap is not None and end > self._heap.enough_nbytes:
             self._heap.note_batch(end)
@@ -296,16 +316,6 @@ class Loop:
             copied = self._encoder.copied_nbytes
             answer = self._probe.end(task.seq, self._wait_ns, copied, end - begin) + answer
         self._link.send(answer)
-
-    def _encode(self, batch: Any) -> Encoded:
-        """Put a batch into the slot, and let placement learn from it."""
-        if self._probe is not None:
-            self._probe.note_made()
-        leaves: list[tuple[int, int]] | None = [] if self._placement.is_on else None
-        encoded = self._encoder.encode(batch, leaves)
-        if leaves is not None:
-            self._placement.settle(leaves, encoded.header_end)
-        return encoded
 
     def _make(self, index_batch: Any) -> Any:
         """Fetch and collate, allocating in the slot; sets ``_ended`` instead of returning a batch."""

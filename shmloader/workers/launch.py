@@ -23,7 +23,12 @@ from shmloader.worker.random_state import seed_worker_process
 from shmloader.workers.base import name_worker
 from shmloader.workers.spawn_payload import take_arguments
 
-_DESCRIPTORS = 6  # pairs: the worker's two pipes, and those that starting a process needs for a moment
+WORKER_FDS = 5
+"""Descriptors of the main process for each worker process."""
+
+START_FDS = {"fork": 12, "spawn": 13, "forkserver": 13}
+"""Those that must be free for a worker's start, by start method; it keeps `WORKER_FDS` of them."""
+
 _PRELOADED = ["torch", "shmloader"]
 _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
 _DEFAULT = ["__main__"]  # multiprocessing's, which imports the program's script and with it its modules
@@ -129,14 +134,14 @@ def _refuse_ray() -> None:
 
 def check_descriptors() -> None:
     """Fail early if there are too few descriptors to start a worker: multiprocessing would leak some."""
-    spare: list[int] = []
+    spare, most = list[int](), max(START_FDS.values())
     try:
-        for _ in range(_DESCRIPTORS):
+        for _ in range(most // 2):
             spare.extend(os.pipe())
     except OSError as error:
         error.add_note(
-            "A worker takes 5 descriptors of the main process, and up to 13 while it is being started: raise "
-            "the limit (ulimit -n)."
+            f"A worker takes {WORKER_FDS} descriptors of the main process, and up to {most} "
+            "while it is being started: raise the limit (ulimit -n)."
         )
         raise
     finally:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import shmloader
-from shmloader import OwnProcess, PeerDied
+from shmloader import OwnProcess, PeerDied, QueueClosed
 
 
 class Numbers(IterableDataset[Any]):
@@ -111,6 +111,25 @@ def test_an_exception_arrives_as_it_was_raised_after_the_items_before_it() -> No
         next(items)
     assert raised.value.args == (3,)
     assert "Raised in the process (pid " in raised.value.__notes__[-1]
+
+
+class ReadsAQueue(IterableDataset[Any]):
+    """Raises what a queue of its own raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        yield 1
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [QueueClosed("the dataset's queue"), PeerDied("the dataset's queue")])
+def test_what_a_queue_of_the_datasets_raises_arrives_too(error: Exception) -> None:
+    items = iter(OwnProcess(ReadsAQueue(error)))
+    assert next(items) == 1
+    with pytest.raises(type(error), match="the dataset's queue"):
+        next(items)
 
 
 def test_a_killed_process_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -19,6 +20,7 @@ from robustness.processes import LONG, python
 
 import shmloader
 from shmloader import PeerDied, Queue
+from shmloader.channel.consumer import Consumer
 
 METHODS = pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
@@ -276,6 +278,91 @@ def test_an_exception_within_the_records_ends_the_end(monkeypatch: pytest.Monkey
     with pytest.raises(shmloader.LoaderError, match="was interrupted within a call"):
         one.get()
     one.close()
+
+
+def raises(error: BaseException | type[BaseException]) -> Any:
+    def raising(*_: object) -> None:
+        raise error
+
+    return raising
+
+
+def test_an_exception_within_the_records_ends_the_end_at_a_later_attempt_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An object for which there was no memory stays here, and the next call takes it."""
+    one = Queue(2)
+    one.put(torch.ones(10_000))
+    for error in (shmloader.SharedMemoryExhausted("no memory"), KeyboardInterrupt()):
+        with monkeypatch.context() as patch:
+            patch.setattr("shmloader.slots.PlaceTable.take", raises(error))
+            with pytest.raises(type(error)):
+                one.get()
+    with pytest.raises(shmloader.LoaderError, match="was interrupted within a call"):
+        one.get()
+    one.close()
+
+
+def test_a_put_waits_for_a_slot_where_memory_has_become_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then fewer slots are granted than objects may wait; a small one needs none."""
+    one, got = Queue(3), []
+    one.put(torch.ones(10_000))
+    one.get()
+    consumer: Any = one._ends[Consumer]
+    table = consumer._table
+    monkeypatch.setattr(table.budget, "most_tasks", 1)
+    monkeypatch.setattr(table, "window", 1)
+    for number in range(3):
+        one.put(torch.full((10_000,), number))
+    assert [int(one.get()[0]) for _ in range(2)] == [0, 1]
+    one.put("small")
+    before = signal.signal(signal.SIGALRM, lambda *_: got.append(one.get()))  # which grants one
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        one.put(torch.full((10_000,), 3))
+        assert int(got.pop()[0]) == 2
+        assert one.get() == "small"
+        with monkeypatch.context() as patch:
+            patch.setattr("shmloader.channel.outbox.Outbox.finish", raises(KeyboardInterrupt))
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                one.put(torch.full((10_000,), 4))
+        assert int(got.pop()[0]) == 3
+        with pytest.raises(shmloader.LoaderError, match="was interrupted within a call"):
+            one.put(5)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    one.close()
+
+
+def test_a_signal_handler_may_close_the_queue_that_sleeps() -> None:
+    one = Queue(2)
+    before = signal.signal(signal.SIGALRM, lambda *_: one.close())
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(shmloader.QueueClosed, match="this process has closed the queue"):
+            one.get()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_end_that_was_cut_short_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    fds = os.listdir("/proc/self/fd")
+    one = Queue(2)
+    process = start("fork", put_for_ever, one, 0)
+    for _ in range(10):  # it has slept meanwhile, and watches the other process
+        one.get(timeout=60)
+    assert one._ends[Consumer]._death_fd >= 0
+    with monkeypatch.context() as patch:
+        for name in ("_take_slot", "_take_inline"):
+            patch.setattr(Consumer, name, raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            one.get(timeout=60)
+    end(process)
+    one.close()
+    del one, process
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == len(fds)
 
 
 def test_a_call_in_a_signal_handler_while_the_queue_sleeps_works() -> None:

@@ -79,6 +79,35 @@ def test_memory_of_large_objects_is_given_back() -> None:
     one.close()
 
 
+def test_without_memory_for_views_that_are_left_nothing_is_given_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = Queue(2)
+    rows, more = one.new_empty((50, 900)), one.new_empty((20,), torch.int64)
+    rows.copy_(torch.arange(50.0)[:, None])
+    more.fill_(7)
+    view = rows[3]
+
+    def fails(_: object) -> None:
+        raise SharedMemoryExhausted("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shmloader.memory.mapping.Extent.detach", fails)
+        with pytest.raises(SharedMemoryExhausted):
+            one.put({"rows": rows, "more": more})
+    assert (rows == torch.arange(50.0)[:, None]).all()
+    assert (view == 3).all()
+    rows[4].fill_(-1)
+    one.put({"rows": rows, "more": more})
+    assert list(rows.shape) == list(more.shape) == [0]
+    got = one.get()
+    assert got["rows"][:, 0].tolist() == [0, 1, 2, 3, -1, *range(5, 50)]
+    assert (got["more"] == 7).all()
+    got["rows"].zero_()
+    assert (view == 3).all()
+    one.close()
+
+
 def test_a_limit_of_file_sizes_is_an_error_and_no_signal() -> None:
     """Shared memory is a file."""
     python(

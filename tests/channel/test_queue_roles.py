@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import queue
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ def test_a_later_process_of_the_same_pid_is_another_one() -> None:
     assert earlier.watch() == -1
     assert not Party(Role.PRODUCER, 1 << 22, 0, "never").is_alive()
     mine.close()
+
+
+def test_a_process_whose_name_is_no_text_is_followed_too() -> None:
+    def puts(one: Queue) -> None:
+        Path("/proc/self/comm").write_bytes(b"\xff\xfe")
+        one.put(1)
+
+    one = Queue(1)
+    process = run(puts, one)
+    assert one.get(timeout=60) == 1
+    end(process)
+    one.close()
 
 
 def test_a_forked_child_has_neither_end_of_its_parent_and_disturbs_nothing() -> None:

@@ -201,6 +201,15 @@ def test_the_command_ends_with_the_process_that_it_follows(capfd: pytest.Capture
     assert "python" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["memory", "profile"])
+@pytest.mark.parametrize(("own", "status"), [(0, 1), (7, 7)])
+def test_a_file_that_cannot_be_written_is_named(command: str, own: int, status: int) -> None:
+    head = [sys.executable, "-m", "shmloader", command, "--json", "/dev/full", "--"]
+    done = run([*head, sys.executable, "-c", f"raise SystemExit({own})"])
+    assert done.returncode == status
+    assert "error: /dev/full: No space left on device" in done.stderr.splitlines()
+
+
 def test_a_process_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory.main(["--pid", "4194305"]) == 1
     assert "process 4194305 does not exist" in capsys.readouterr().err

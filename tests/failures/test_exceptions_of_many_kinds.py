@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -128,6 +129,20 @@ def test_a_failed_batch_holds_nothing_of_its_slot() -> None:
     iterator = iter(loader)
     for _ in range(10):
         with pytest.raises(ExceptionGroup):
+            next(iterator)
+    assert loader.statistics().failures == 10
+    assert loader.statistics().detached == 0
+
+
+def collate_refused(samples: list[int]) -> dict[str, object]:
+    return {"leaf": shmloader.empty(len(samples)).zero_(), "cannot be pickled": lambda: None}
+
+
+def test_nor_does_a_batch_that_cannot_be_sent() -> None:
+    loader = DataLoader(range(40), batch_size=4, num_workers=1, collate_fn=collate_refused)
+    iterator = iter(loader)
+    for _ in range(10):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
             next(iterator)
     assert loader.statistics().failures == 10
     assert loader.statistics().detached == 0

@@ -19,6 +19,7 @@ from warm_python import warm_python
 from shmloader.cli import main
 from shmloader.cli.profile import render_all
 from shmloader.cli.programs import terminal_width
+from shmloader.profiling.program import FOLDER
 from shmloader.profiling.report import MAIN, WORKERS, Spread
 
 FIGURES: dict[str, Any] = {
@@ -154,6 +155,17 @@ def test_a_program_that_is_not_profiled_has_nothing_to_show(capsys: pytest.Captu
         assert main(["top", "--once", str(other.pid)]) == 1
         other.kill()
     assert "python -m shmloader profile" in capsys.readouterr().err
+
+
+def test_top_ends_when_nobody_reads_it_any_more(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"], env=os.environ | {FOLDER: str(tmp_path)}) as other:
+        command = [sys.executable, "-m", "shmloader", "top", str(other.pid)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as top:
+            assert top.stdout.readline()
+            top.stdout.close()
+            errors = top.stderr.read()
+            assert (top.wait(60), b"Error" in errors) == (0, False), errors
+        other.kill()
 
 
 def test_a_program_without_a_loader_is_told_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -227,6 +227,23 @@ def test_a_process_that_cannot_serve_is_named() -> None:
     assert "exited with code 1" in said
 
 
+def cut_short(rank: int) -> Any:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if rank:
+        return None
+    serving_ranks._attach = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        iter(shared())
+    return [child.name() for child in psutil.Process().children()]
+
+
+def test_a_rank_that_is_cut_short_while_it_attaches_leaves_no_process() -> None:
+    """Nor does it wait for that at its own end."""
+    assert outcomes(cut_short) == [[], None]
+
+
 def read_on(rank: int, pipe: Any) -> Any:
     batches = iter(shared(dataset=Numbers(4000)))
     kept = [next(batches) for _ in range(3)]

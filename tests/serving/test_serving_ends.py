@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import multiprocessing
@@ -13,10 +14,12 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
 import pytest
+from robustness.processes import python
 from serving_programs import (
     WAIT_S,
     Ending,
@@ -31,6 +34,9 @@ from serving_programs import (
 
 import shmloader
 from shmloader.serving import meeting, records
+from shmloader.serving.connection import Connection
+from shmloader.serving.source import Source
+from shmloader.slots import PlaceState, PlaceTable
 
 NOBODY = 65534
 KILLS = 500 if os.environ.get("SHMLOADER_LONG") == "1" else 6
@@ -180,6 +186,85 @@ def _children_of(pid: int) -> list[int]:
         return []
 
 
+def test_closing_a_reader_ends_a_wait_in_another_thread() -> None:
+    with served_by_thread(numbers(), readers=2) as name, shmloader.attach(name) as other:
+        reader, errors = shmloader.attach(name), []
+        batches = iter(reader)
+
+        def waits() -> None:
+            try:
+                next(batches)  # the epoch begins when the other one asks, too
+            except shmloader.LoaderClosed as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=waits)
+        thread.start()
+        time.sleep(0.3)
+        reader.close()
+        thread.join(WAIT_S)
+        assert errors == [f"{name!r}: close() of this reader was called"]
+        assert len(list(other)) == 16
+
+
+def test_a_batch_that_may_not_be_held_once_it_is_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, answers = Source(numbers(0)), [True, False]
+    with monkeypatch.context() as patch:
+        patch.setattr(PlaceTable, "can_lease", lambda _: answers.pop(0))
+        with pytest.raises(shmloader.SharedMemoryExhausted, match=r"no shared memory for .* bytes"):
+            source.store([1, 2])
+    assert source.store([1, 2]).place.state is PlaceState.LEASED
+    source.close()
+
+
+@pytest.mark.parametrize("kind", [shmloader.SharedMemoryExhausted, MemoryError])
+def test_a_batch_for_which_a_reader_lacks_memory_is_there_again(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise kind("no memory")
+
+    with served_by_thread(numbers(), epochs=1) as name, shmloader.attach(name) as reader:
+        batches, got = iter(reader), []
+        for _ in range(16):
+            with monkeypatch.context() as patch:
+                patch.setattr("shmloader.serving.mapped.MappedSlots.lease", fails)
+                with pytest.raises(MemoryError):
+                    next(batches)
+            got.append(plain(next(batches)))
+        with pytest.raises(StopIteration):
+            next(batches)
+    assert got == epoch_of(numbers())
+
+
+def test_what_there_is_no_memory_for_is_an_error_and_no_signal() -> None:
+    """The error is written to the slot for which there was no memory: that is not larger than it is."""
+    python(
+        """
+        import pytest, torch
+        from serving_programs import numbers
+        from shmloader import SharedMemoryExhausted
+        from shmloader.memory import Segment
+        from shmloader.serving.source import Source
+
+        source, reserve = Source(numbers(0)), Segment.reserve
+        held = [source.store(torch.ones(1 << 20))]
+
+        def fails(*_):
+            raise SharedMemoryExhausted("no memory")
+
+        for what in ("reserve", "grow"):
+            Segment.reserve = fails if what == "reserve" else lambda *given: (
+                reserve(*given) if given[3] < 1 << 20 else fails()
+            )
+            with pytest.raises(SharedMemoryExhausted):
+                source.store(torch.ones(1 << 20))
+            Segment.reserve = reserve
+            held.append(source.store_error(ValueError("small"), "here"))
+        source.close()
+        """
+    )
+
+
 # --- refusals
 
 
@@ -192,6 +277,14 @@ def test_one_reader_too_many_is_refused_and_its_place_is_taken_after_it_has_gone
             shmloader.attach(name)
         assert len(list(reader)) == 16
         reader.close()
+
+
+def test_a_loader_whose_device_is_the_cpu_is_not_refused() -> None:
+    with (
+        served_by_thread(numbers(device="cpu"), epochs=1) as name,
+        shmloader.attach(name, device="cpu") as reader,
+    ):
+        assert len(list(reader)) == 16
 
 
 def test_two_servers_of_one_name() -> None:
@@ -387,3 +480,75 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
         silent.send(records.pack_request(records.ASK, -1, 1, []))
         with shmloader.attach(name, join="now") as reader:
             assert len(list(reader)) > 8
+
+
+class Slow(Numbers):
+    """Takes its time, so that each batch is sent before the next one is made."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_the_others_go_on_when_one_is_let_go_for_whom_they_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says anything after that which would wake the server."""
+    sends, flushes = Connection.send, []
+
+    def send(self: Connection, message: bytes = b"", fds: list[int] | None = None) -> str:
+        if self.join == "now" and not message:
+            flushes.append(len(self.unsent))
+            if len(flushes) == 4:  # as many as the window
+                self.unsent.clear()
+                return "it does not read"
+        return sends(self, message, fds)
+
+    monkeypatch.setattr(Connection, "send", send)
+    greeting = json.dumps(meeting.introduction(None) | {"join": "now"}).encode()
+    with (
+        served_by_thread(numbers(0, Slow()), readers=2, window=4) as name,
+        meeting.connect(name, WAIT_S)[0] as silent,
+    ):
+        silent.send(greeting)
+        silent.send(records.pack_request(records.ASK, -1, 1, []))
+        with shmloader.attach(name) as reader:
+            assert len(list(reader)) == 16
+    assert flushes == [1] * 4
+
+
+@pytest.mark.parametrize("message", [0, 1])
+def test_a_reader_that_cannot_be_sent_a_descriptor_is_told(
+    message: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it greets, and when an epoch begins; it waits for neither for ever."""
+    sends, sent = socket.send_fds, []
+
+    def send_fds(*given: Any) -> int:
+        sent.append(given)
+        if len(sent) == message + 1:
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        return sends(*given)
+
+    with served_by_thread(numbers(), epochs=1 + message) as name:
+        monkeypatch.setattr(socket, "send_fds", send_fds)
+        with (
+            pytest.raises(shmloader.LoaderError, match=r"could not be sent to this process \(Too many ref"),
+            shmloader.attach(name) as reader,
+        ):
+            next(iter(reader))
+        with shmloader.attach(name) as reader:
+            assert len(list(reader)) == 16
+
+
+def test_a_request_is_made_once_however_much_is_let_go_with_it() -> None:
+    """A second one would have the reader leave the epoch that it has just entered."""
+    with served_by_thread(numbers(), epochs=1) as name, shmloader.attach(name) as first:
+        batches = iter(first)
+        next(batches)
+        with shmloader.attach(name, join="now") as reader:
+            released = reader._link.slots.released()
+            released += range(10**9, 10**9 + 3 * records.MOST_RELEASED)
+            joined = iter(reader)
+            reader._link.begun()
+            del batches  # else it would have to take turns with the other one
+            assert len(list(joined)) > 8
+            assert not released

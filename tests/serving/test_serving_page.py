@@ -61,7 +61,7 @@ def test_the_command_ends_by_ctrl_c_and_says_what_it_does(folder: tuple[Path, st
                 list(reader)
         _, said = program.communicate(timeout=WAIT_S)
         assert program.returncode == 130
-        assert said.splitlines() == [f"serving make_loader of dataset.py as {name!r}", "interrupted"]
+        assert said.splitlines() == [f"serve {name!r}: readers can attach now", "interrupted"]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,7 @@ def test_the_command_refuses_what_it_cannot_serve(
     _, said = program.communicate(timeout=WAIT_S)
     assert program.returncode == status
     assert says in said
+    assert "can attach" not in said
 
 
 def test_a_loader_that_is_no_function_is_taken_as_it_is(

@@ -120,3 +120,17 @@ def test_a_reader_that_breaks_off_has_the_state_of_its_place() -> None:
     again = make()
     again.load_state_dict(state)
     assert batches_of(again) == expected[2:]
+
+
+def test_a_state_for_which_a_reader_lacks_memory_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with served_by_thread(numbers(), epochs=1) as name, shmloader.attach(name) as reader:
+        slots = reader._link.slots
+        with monkeypatch.context() as patch:
+            patch.setattr(type(slots), "lease", fails)
+            with pytest.raises(MemoryError):
+                reader.state_dict()
+        assert len(slots.released()) == 1
+        assert len(list(reader)) == 16

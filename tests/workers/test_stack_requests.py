@@ -87,3 +87,13 @@ def test_closing_does_not_wait_for_workers_that_still_import(
     assert time.monotonic() - began < 60
     loader.close()
     assert {process.exitcode for process in processes} <= {-signal.SIGTERM, 0}
+
+
+def test_a_process_whose_name_is_no_text_can_be_looked_at() -> None:
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes()
+    comm.write_bytes(b"\xff\xfe")
+    try:
+        assert not answers(os.getpid())
+    finally:
+        comm.write_bytes(before.rstrip())

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shmloader.cli.demo.report import format_table
 from shmloader.cli.demo.run import RunResult, RunSpec
 from shmloader.cli.options import parse_nbytes, whole_number
+from shmloader.cli.programs import command_parser, end_session
 from shmloader.memory.process_memory import tree_pss_nbytes
 
 DESCRIPTION = """\
@@ -44,30 +42,34 @@ _STOP_GRACE_S = 5.0
 # by tens of MiB. Fixed and large, they let the model's buffers be used again in every step.
 _ALLOCATOR_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
 
+_LABEL_WIDTH = 42
+_COLUMN_WIDTH = 13
+_ROWS: tuple[tuple[str, Callable[[RunResult], str]], ...] = (
+    ("time to first batch, s", lambda result: f"{result.first_batch_s:.3f}"),
+    ("training: samples/s", lambda result: f"{result.training_rate:,.0f}"),
+    ("training: waited for data, s in total", lambda result: f"{result.waited_s:.3f}"),
+    ("held-out loss before, nats/byte", lambda result: f"{result.loss_before:.6f}"),
+    ("held-out loss after, nats/byte", lambda result: f"{result.loss_after:.6f}"),
+    ("loader alone, no model: samples/s", lambda result: f"{result.loader_alone_rate:,.0f}"),
+    (
+        "peak memory of all processes, MiB (PSS)",
+        lambda result: f"{result.peak_nbytes / 2**20:,.0f}" if result.peak_nbytes else "not available",
+    ),
+)
+
 
 class RunFailedError(Exception):
-    """A run's process ended without a result."""
+    """The end of a run's process without a result; it has said why on standard error."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmloader demo",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--loader",
-        choices=["both", "torch", "shmloader"],
-        default="both",
-        help="which loader to run (default: both, one after the other)",
-    )
-    parser.add_argument(
-        "--start-method",
-        choices=multiprocessing.get_all_start_methods(),
-        default=multiprocessing.get_start_method(),
-        help="how workers start (default: Python's own, here %(default)s)",
-    )
+    parser = command_parser("demo", DESCRIPTION)
+    loaders = "which loader to run (default: both, one after the other)"
+    parser.add_argument("--loader", choices=["both", "torch", "shmloader"], default="both", help=loaders)
+    methods, own = multiprocessing.get_all_start_methods(), multiprocessing.get_start_method()
+    start = "how workers start (default: Python's own, here %(default)s)"
+    parser.add_argument("--start-method", choices=methods, default=own, help=start)
     for name, kind, default, metavar, text in (
         ("--steps", whole_number(1), 100, "N", "training steps for each loader"),
         ("--max-bytes", parse_nbytes, "128M", "SIZE", "most source text to read, as 500K, 128M or 1G"),
@@ -80,14 +82,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the demo.
-
-    Args:
-        words: Command line after ``demo``.
-
-    Returns:
-        0, or 1 when a run failed or the two loaders disagreed.
-    """
+    """Run the demo; gives 0, or 1 if a run failed or the two loaders disagreed."""
     arguments = parse(words)
     names = ["torch", "shmloader"] if arguments.loader == "both" else [arguments.loader]
     start = f" ({arguments.start_method})" if arguments.workers else ""
@@ -106,7 +101,7 @@ def main(words: Sequence[str]) -> int:
     except RunFailedError as failure:
         print(failure, file=sys.stderr)
         return 1
-    print(f"{results[names[0]].corpus}\n\n{format_table(results)}")
+    print(f"{results[names[0]].corpus}\n\n{_format_table(results)}")
     outcomes = {(one.checksum, one.loss_before, one.loss_after) for one in results.values()}
     if len(names) > 1:
         print(f"batches and losses equal, bit for bit: {'yes' if len(outcomes) == 1 else 'NO'}")
@@ -114,11 +109,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run_in_process(spec: RunSpec) -> RunResult:
-    """Run one spec in a fresh process and watch the memory of its tree.
-
-    Raises:
-        RunFailedError: The process ended without a result; it has said why on standard error.
-    """
+    """Run one spec in a fresh process and watch the memory of its tree."""
     with tempfile.TemporaryDirectory(prefix="shmloader-demo-") as folder:
         result_path = Path(folder, "result.json")
         command = [sys.executable, "-m", "shmloader.cli.demo"]
@@ -134,23 +125,19 @@ def _run_in_process(spec: RunSpec) -> RunResult:
                 peak_nbytes = max(peak_nbytes, tree_pss_nbytes(process.pid))
                 time.sleep(_SAMPLING_INTERVAL_S)
         finally:
-            _stop(process)
+            end_session(process, _STOP_GRACE_S)
         if process.returncode:
             raise RunFailedError(f"the run with {spec.loader} failed (exit status {process.returncode})")
         values = json.loads(result_path.read_text(encoding="utf-8"))
         return RunResult(**(values | {"peak_nbytes": peak_nbytes}))
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a run that may still be active: first it may stop its workers, then it is killed."""
-    if process.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.terminate()
-            process.wait(_STOP_GRACE_S)
-    if process.returncode != 0 and hasattr(os, "killpg"):
-        # The whole session: also the workers that outlived a crashed main process.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+def _format_table(results: Mapping[str, RunResult]) -> str:
+    """The results by the loader's name as text, one column for each."""
+    rule = "-" * (_LABEL_WIDTH + _COLUMN_WIDTH * len(results))
+    rows = [("", list(results)), *((label, list(map(cell, results.values()))) for label, cell in _ROWS)]
+    lines = [
+        f"{label:<{_LABEL_WIDTH}}" + "".join(f"{cell:>{_COLUMN_WIDTH}}" for cell in row)
+        for label, row in rows
+    ]
+    return "\n".join([lines[0], rule, *lines[1:], rule])

@@ -27,7 +27,6 @@ _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages"}
 # A piece begins at a function, method, class or decorator, at most one level deep.
 _PIECE_START = re.compile(rb"^(?= {0,4}(?:async def|def|class|@)\b)", re.MULTILINE)
 
-
 HELD_OUT_SAMPLES = 256
 """At most so many pieces judge the model; it is trained on the others."""
 
@@ -35,48 +34,40 @@ _HELD_OUT_STRIDE = 64
 
 
 class Batch(NamedTuple):
-    """One padded batch.
+    """One padded batch."""
 
-    Attributes:
-        tokens: uint8, (samples, longest sample), filled up with zeros.
-        lengths: int64, (samples,), each sample's own length in bytes.
-    """
-
-    tokens: torch.Tensor
-    lengths: torch.Tensor
+    tokens: torch.Tensor  # uint8, (samples, longest sample), filled up with zeros
+    lengths: torch.Tensor  # int64, (samples,), each sample's own length in bytes
 
 
 class SourceDataset(Dataset[torch.Tensor]):
-    """Map-style dataset of ragged uint8 token sequences."""
+    """Map-style dataset of ragged uint8 token sequences, over any sequence of bytes."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        """Read samples from any sequence of bytes."""
         self._pieces = pieces
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._pieces)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one sample as uint8 tokens."""
         return torch.frombuffer(bytearray(self._pieces[index]), dtype=torch.uint8)
 
 
 def pad_batch(samples: list[torch.Tensor]) -> Batch:
-    """Collate samples by padding each to the length of the batch's longest."""
+    """The batch of samples, each padded to the length of the longest."""
     lengths = torch.tensor([len(sample) for sample in samples])
     return Batch(pad_sequence(samples, batch_first=True), lengths)
 
 
 def library_folders() -> list[Path]:
-    """Return the interpreter's library folders: the standard library, then installed packages."""
+    """The interpreter's library folders: the standard library, then installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [Path(sysconfig.get_path(name)) for name in names]
     return list(dict.fromkeys(folders))
 
 
 def source_files(folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the Python files under some folders: folder by folder, sorted by path, none twice."""
+    """The Python files under some folders: folder by folder, sorted by path, none twice."""
     seen: set[Path] = set()
     for folder in folders:
         for parent, subfolders, names in os.walk(folder):
@@ -91,7 +82,7 @@ def source_files(folders: Sequence[Path]) -> Iterator[Path]:
 
 
 def split_source(source: bytes) -> Iterator[bytes]:
-    """Cut one file into function-sized pieces of bounded length; together they are the file."""
+    """The function-sized pieces of one file, of bounded length; together they are the file."""
     for piece in _PIECE_START.split(source):
         for start in range(0, len(piece), MAX_SAMPLE_NBYTES):
             yield piece[start : start + MAX_SAMPLE_NBYTES]
@@ -100,37 +91,26 @@ def split_source(source: bytes) -> Iterator[bytes]:
 class Corpus:
     """Variable-length pieces of source text, read file after file: the same pieces on every run.
 
-    Attributes:
-        files: How many files have been read so far.
-        lines: How many lines those files hold.
-        nbytes: Their size, in bytes.
-        held_out: The pieces left out of `training_pieces` so far.
-        samples: How many pieces have been read so far, the held-out ones included.
+    At most ``max_nbytes`` are taken from the folders; a first file larger than this is cut.
     """
 
     def __init__(self, folders: Sequence[Path], max_nbytes: int) -> None:
-        """Choose what to read.
-
-        Args:
-            folders: Where to look, as :func:`library_folders` gives them.
-            max_nbytes: Most source text to take. A first file larger than this is cut.
-        """
         self._folders = folders
         self._max_nbytes = max_nbytes
-        self.files = self.lines = self.nbytes = self.samples = 0
-        self.held_out: list[bytes] = []
+        self.files = self.lines = self.nbytes = 0  # that were read so far
+        self.samples = 0  # pieces that were read so far, the held-out ones included
+        self.held_out: list[bytes] = []  # pieces left out of `training_pieces` so far
 
     def __str__(self) -> str:
-        """Describe in one line what has been read."""
         return (
             f"{self.files:,} Python files, {self.lines:,} lines, {self.nbytes / 2**20:.1f} MiB: "
             f"{self.samples:,} samples of {MIN_SAMPLE_NBYTES} to {MAX_SAMPLE_NBYTES} bytes"
         )
 
     def training_pieces(self) -> Iterator[bytes]:
-        """Read the files, once, and yield their pieces in order of file and place.
+        """The pieces of the files, in order of file and place; to be read once.
 
-        The first of every 64 pieces is held out, until there are :data:`HELD_OUT_SAMPLES`.
+        The first of every 64 pieces is held out, until there are `HELD_OUT_SAMPLES`.
         """
         for source in self._sources():
             for piece in split_source(source):
@@ -144,7 +124,7 @@ class Corpus:
                     yield piece
 
     def _sources(self) -> Iterator[bytes]:
-        """Yield the text of files, in order, until the next one would exceed the size."""
+        """The text of files, in order, until the next one would exceed the size."""
         for path in source_files(self._folders):
             try:
                 source = path.read_bytes()

@@ -23,7 +23,6 @@ class ByteModel(nn.Module):
     """Gated causal convolutions with residual connections over byte embeddings."""
 
     def __init__(self) -> None:
-        """Initialise the weights from torch's global generator."""
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
         self.convolutions = nn.ModuleList(
@@ -32,7 +31,7 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map int64 bytes (samples, length) to hidden states (samples, length, width)."""
+        """The hidden states (samples, length, width) of int64 bytes (samples, length)."""
         hidden = self.embedding(hidden).transpose(1, 2)
         for convolution, dilation in zip(self.convolutions, _DILATIONS, strict=True):
             # Padding on the left only: a position never sees the bytes that it is to predict.
@@ -42,7 +41,7 @@ class ByteModel(nn.Module):
 
 
 def next_byte_loss(model: ByteModel, batch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the batch's next bytes, in nats; padding does not count."""
+    """The mean cross-entropy of the batch's next bytes, in nats; padding does not count."""
     tokens = batch.tokens.long()
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     is_real = torch.arange(1, tokens.shape[1]) < batch.lengths[:, None]
@@ -55,7 +54,6 @@ class Trainer:
     """A model and its optimiser, initialised from a seed."""
 
     def __init__(self, seed: int) -> None:
-        """Seed torch's global generator and initialise the model from it."""
         torch.manual_seed(seed)
         self._model = ByteModel()
         self._optimiser = torch.optim.AdamW(self._model.parameters(), lr=5e-3)
@@ -69,6 +67,6 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over batches, in nats per byte."""
+        """The mean loss over batches, in nats per byte."""
         losses = [next_byte_loss(self._model, batch).item() for batch in batches]
         return sum(losses) / len(losses)

@@ -1,7 +1,7 @@
 """One loader's part of the demo, in a process of its own, so that memory figures do not mix.
 
-Started by :mod:`shmloader.cli.demo` as ``python -m shmloader.cli.demo SPEC RESULT``: the first
-argument is a :class:`RunSpec` as JSON, the second the file that receives the :class:`RunResult`.
+``python -m shmloader.cli.demo SPEC RESULT`` runs a `RunSpec`, given as JSON, and writes its `RunResult` to a
+file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,52 +32,30 @@ _LOADER_ALONE_BATCHES = 5000  # Or one epoch, whichever is shorter.
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Settings of one run; all but ``loader`` is the same for both loaders.
+    """Settings of one run; all but ``loader`` is the same for both loaders."""
 
-    Attributes:
-        loader: ``torch`` or ``shmloader``.
-        steps: Training steps.
-        batch_size: Samples per batch.
-        workers: Worker processes.
-        start_method: Name of a multiprocessing start method.
-        max_bytes: Most source text to read.
-        demo_pid: The process that has started this one.
-    """
-
-    loader: str
-    steps: int
+    loader: str  # "torch" or "shmloader"
+    steps: int  # of training
     batch_size: int
     workers: int
-    start_method: str
-    max_bytes: int
-    demo_pid: int
+    start_method: str  # of ``multiprocessing``
+    max_bytes: int  # of source text
+    demo_pid: int  # the process that has started this one
 
 
 @dataclass
 class RunResult:
-    """Figures of one run; times in s.
+    """Figures of one run."""
 
-    Attributes:
-        corpus: Description of what was read, for people.
-        first_batch_s: From ``iter(loader)`` to the first batch, starting the workers included.
-        waited_s: Time the training loop spent waiting for the batches after the first.
-        training_rate: Samples per second of training, after the first batch.
-        loader_alone_rate: Samples per second without a model, after the first batch.
-        loss_before: Loss on held-out samples before training, in nats per byte.
-        loss_after: The same, after training.
-        checksum: CRC-32 over all bytes of all batches, in order.
-        peak_nbytes: Most PSS of all its processes together, read by the demo; 0 if unknown.
-    """
-
-    corpus: str = ""
-    first_batch_s: float = 0.0
-    waited_s: float = 0.0
-    training_rate: float = 0.0
-    loader_alone_rate: float = 0.0
-    loss_before: float = 0.0
+    corpus: str = ""  # what was read, for people
+    first_batch_s: float = 0.0  # from ``iter(loader)`` on, starting the workers included
+    waited_s: float = 0.0  # that the training loop waited for the batches after the first
+    training_rate: float = 0.0  # samples per second of training, after the first batch
+    loader_alone_rate: float = 0.0  # samples per second without a model, after the first batch
+    loss_before: float = 0.0  # on held-out samples before training, in nats per byte
     loss_after: float = 0.0
-    checksum: int = 0
-    peak_nbytes: int = 0
+    checksum: int = 0  # CRC-32 over all bytes of all batches, in order
+    peak_nbytes: int = 0  # most PSS of all its processes together, read by the demo; 0 if unknown
 
 
 class Stop:
@@ -87,29 +65,24 @@ class Stop:
     """
 
     def __init__(self, demo_pid: int) -> None:
-        """Handle SIGTERM; workers that are forked later still end on it."""
         self._demo_pid = demo_pid
         self._own_pid = os.getpid()
         self._is_asked = False
         signal.signal(signal.SIGTERM, self._ask)
 
     def _ask(self, *_: object) -> None:
-        if os.getpid() != self._own_pid:
+        if os.getpid() != self._own_pid:  # a forked worker, which ends on it as before
             os._exit(INTERRUPTED)
         self._is_asked = True
 
     def check(self) -> None:
-        """End this process if it should.
-
-        Raises:
-            SystemExit: If so.
-        """
+        """Raise `SystemExit` if this process should end."""
         if self._is_asked or os.getppid() != self._demo_pid:
             raise SystemExit(INTERRUPTED)
 
 
 def make_loader(spec: RunSpec, dataset: SourceDataset) -> Iterable[Batch]:
-    """Make the loader under comparison: one class or the other, with the same arguments."""
+    """The loader under comparison: one class or the other, with the same arguments."""
     loader_class: Any = TorchDataLoader if spec.loader == "torch" else shmloader.DataLoader
     loader: Iterable[Batch] = loader_class(
         dataset,
@@ -124,19 +97,14 @@ def make_loader(spec: RunSpec, dataset: SourceDataset) -> Iterable[Batch]:
     return loader
 
 
-def endless(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Return a loader's batches, epoch after epoch."""
-    return itertools.chain.from_iterable(itertools.repeat(loader))
-
-
 def extend_checksum(checksum: int, batch: Batch) -> int:
-    """Add all bytes of a batch to a CRC-32."""
+    """The CRC-32 with all bytes of a batch added."""
     checksum = zlib.crc32(batch.lengths.numpy().data, checksum)
     return zlib.crc32(batch.tokens.numpy().data, checksum)
 
 
 def with_progress_bar(steps: int, label: str) -> Iterable[int]:
-    """Count steps, with tqdm's bar if tqdm is installed and standard error is a terminal."""
+    """The numbers of steps, with tqdm's bar if tqdm is installed and standard error is a terminal."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -151,7 +119,7 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
     trainer = Trainer(_SEED)
     result.loss_before = trainer.evaluate(held_out)
     asked_s = time.monotonic()
-    batches = endless(make_loader(spec, dataset))
+    batches = itertools.chain.from_iterable(itertools.repeat(make_loader(spec, dataset)))
     first_s = 0.0
     for step in with_progress_bar(spec.steps, spec.loader):
         stop.check()
@@ -174,11 +142,7 @@ def train(spec: RunSpec, dataset: SourceDataset, held_out: Sequence[Batch], stop
 def measure_loader_alone(
     spec: RunSpec, dataset: SourceDataset, checksum: int, stop: Stop
 ) -> tuple[float, int]:
-    """Load batches without a model, and read every batch, for its checksum.
-
-    Returns:
-        The samples per second, and the checksum over these batches too.
-    """
+    """The samples per second without a model, and the checksum over these batches too: each is read."""
     first_s = 0.0
     samples = 0
     for batch in itertools.islice(make_loader(spec, dataset), _LOADER_ALONE_BATCHES):
@@ -192,11 +156,9 @@ def measure_loader_alone(
 
 
 def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
-    """Read the sources.
+    """The dataset to train on, the held-out batches, and a description of what was read.
 
-    Returns:
-        The dataset to train on, over a shared store with this project's loader and over a list with torch's;
-        the held-out batches; and a description of what was read.
+    With this project's loader the dataset is over a shared store, with torch's over a list.
     """
     corpus = Corpus(library_folders(), spec.max_bytes)
     pieces = corpus.training_pieces()
@@ -206,19 +168,15 @@ def prepare(spec: RunSpec) -> tuple[SourceDataset, list[Batch], str]:
             f"the Python sources found gave {len(samples)} samples, fewer than two batches: "
             "raise --max-bytes or lower --batch-size"
         )
-    held_out = [pad_batch(samples) for samples in _grouped(SourceDataset(corpus.held_out))]
-    return SourceDataset(samples), held_out, str(corpus)
-
-
-def _grouped(dataset: SourceDataset) -> Iterator[list[torch.Tensor]]:
-    """Yield a dataset's samples in lists of a fixed size, for judging the model."""
-    for start in range(0, len(dataset), _HELD_OUT_BATCH):
-        stop = min(start + _HELD_OUT_BATCH, len(dataset))
-        yield [dataset[index] for index in range(start, stop)]
+    held_out = SourceDataset(corpus.held_out)
+    numbers = range(len(held_out))
+    parts = [numbers[begin : begin + _HELD_OUT_BATCH] for begin in numbers[::_HELD_OUT_BATCH]]
+    batches = [pad_batch([held_out[number] for number in part]) for part in parts]
+    return SourceDataset(samples), batches, str(corpus)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one :class:`RunSpec` and write its :class:`RunResult`."""
+    """Run one `RunSpec` and write its `RunResult`."""
     spec = RunSpec(**json.loads(arguments[0]))
     # Sums in the backward pass must come out in one order, or equal batches give unequal losses.
     torch.use_deterministic_algorithms(True)

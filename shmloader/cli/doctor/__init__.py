@@ -25,7 +25,7 @@ from shmloader.cli.doctor.advice import Advice, Room, advise, describe_advice
 from shmloader.cli.doctor.checks import CHECKS, Check, Finding, Host, check_loading
 from shmloader.cli.doctor.trial import try_cuda, try_loading
 from shmloader.cli.options import parse_nbytes, whole_number
-from shmloader.cli.programs import print_out, say
+from shmloader.cli.programs import command_parser, print_out, say
 from shmloader.memory.limits import cores, memory_headroom, open_files
 
 DESCRIPTION = """\
@@ -33,8 +33,7 @@ Look at everything on this host that loading depends on, load a few batches for 
 platform's start method and with spawn, and say for each thing whether it is ok or what to change.
 
 The exit status is 0 if loading works, 1 if it does not, 3 if the report could not be written, and 130
-after Ctrl-C. docs/doctor.md explains
-the checks and lists the keys of --json.
+after Ctrl-C. docs/doctor.md explains the checks and lists the keys of --json.
 """
 NOT_WRITTEN = 3
 """Exit status if standard output could not be written to, whether loading works or not."""
@@ -48,14 +47,9 @@ _MOST = 1_000_000  # workers, and seconds
 
 @dataclass(frozen=True)
 class Report:
-    """The doctor's findings and advice.
+    """The doctor's findings and advice."""
 
-    Attributes:
-        findings: Each check and its result, in the order in which they are printed.
-        advice: The loader's configuration.
-    """
-
-    findings: Sequence[tuple[Check, Finding]]
+    findings: Sequence[tuple[Check, Finding]]  # in the order in which they are printed
     advice: Advice
 
     @property
@@ -76,11 +70,7 @@ def main(words: Sequence[str]) -> int:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m shmloader doctor",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("doctor", DESCRIPTION)
     number = whole_number(1, _MOST)
     size = "size of the largest batch, as 500000, 38MB or 36MiB: load such batches, and advise for them"
     parser.add_argument("--batch-bytes", type=parse_nbytes, metavar="SIZE", help=size)

@@ -6,28 +6,27 @@ from dataclasses import dataclass
 
 from shmloader.cli.options import format_nbytes
 from shmloader.memory import PAGE_NBYTES, whole_pages
+from shmloader.slots.budget import SPARE_SLOTS
+from shmloader.workers.launch import START_FDS, WORKER_FDS
 
-_SLOTS_BESIDES_TASKS = 2  # for the batch being returned and the one before it, see `slots.budget`
-
-# Descriptors of the main process, see docs/robustness.md; tests hold real loaders to them.
-_PER_LOADER = {"fork": 3, "spawn": 4, "forkserver": 5}  # multiprocessing's own processes take one each
-_PER_WORKER = 5
-_PER_START = {"fork": 12, "spawn": 13, "forkserver": 13}  # free while a worker starts; it keeps five of them
+# Descriptors of the main process beside its workers', see docs/robustness.md; multiprocessing's own processes
+# take one each. Tests hold real loaders to them.
+_PER_LOADER = {"fork": 3, "spawn": 4, "forkserver": 5}
 
 
 def slots_of(num_workers: int, prefetch_factor: int) -> int:
-    """Slots of a loader whose program keeps no batches: one per task, and two more."""
-    return num_workers * prefetch_factor + _SLOTS_BESIDES_TASKS
+    """Slots of a loader whose program keeps no batches."""
+    return num_workers * prefetch_factor + SPARE_SLOTS
 
 
 def descriptors_held(num_workers: int, start_method: str) -> int:
     """Descriptors that a loader takes of the main process while it loads."""
-    return _PER_LOADER[start_method] + num_workers * _PER_WORKER
+    return _PER_LOADER[start_method] + num_workers * WORKER_FDS
 
 
 def descriptors_needed(num_workers: int, start_method: str) -> int:
     """Descriptors that must be free for a loader: the last worker's start takes more than it keeps."""
-    return descriptors_held(num_workers - 1, start_method) + _PER_START[start_method]
+    return descriptors_held(num_workers - 1, start_method) + START_FDS[start_method]
 
 
 def most_workers(descriptors: int | None, start_method: str) -> int | None:
@@ -35,55 +34,36 @@ def most_workers(descriptors: int | None, start_method: str) -> int | None:
     if descriptors is None:
         return None
     beyond_one = descriptors - descriptors_needed(1, start_method)
-    return 0 if beyond_one < 0 else 1 + beyond_one // _PER_WORKER
+    return 0 if beyond_one < 0 else 1 + beyond_one // WORKER_FDS
 
 
 @dataclass(frozen=True)
 class Room:
-    """Resources of the host that a loader can take.
+    """Resources of the host that a loader can take."""
 
-    Attributes:
-        cores: Cores that can be kept busy.
-        available_nbytes: Memory that can still be taken.
-        descriptors: Descriptors that can still be opened; None for no limit.
-        start_method: How workers start.
-    """
-
-    cores: int
-    available_nbytes: int
-    descriptors: int | None = None
-    start_method: str = "fork"
+    cores: int  # that can be kept busy
+    available_nbytes: int  # of memory
+    descriptors: int | None = None  # that can still be opened; None for no limit
+    start_method: str = "fork"  # of workers
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Arguments for ``DataLoader``, and what they cost.
-
-    Attributes:
-        num_workers: Worker processes.
-        prefetch_factor: Batches made in advance per worker.
-        multiprocessing_context: Another start method if the platform's own does not work; else None.
-        batch_nbytes: Bytes of a batch, as given; None if not given.
-        slots: Slots in use while the program keeps no batches.
-        slots_nbytes: Shared memory that they take; None without ``batch_nbytes``.
-        memory_budget_nbytes: A bound for the slots' memory; None for the loader's own default.
-        fits: Whether there is memory for slots and samples. If not, the arguments are the smallest possible
-            ones, and nothing is advised.
-        largest_batch_nbytes: Largest batch for which the slots of the smallest arguments take half of the
-            available memory.
-        reasons: Why the advice is less than asked or usual, for people.
-    """
+    """Arguments for ``DataLoader``, and what they cost."""
 
     num_workers: int
     prefetch_factor: int
-    multiprocessing_context: str | None
-    batch_nbytes: int | None
-    slots: int
-    slots_nbytes: int | None
-    memory_budget_nbytes: int | None
+    multiprocessing_context: str | None  # another start method, if the platform's own does not work
+    batch_nbytes: int | None  # as given; None if not given
+    slots: int  # in use while the program keeps no batches
+    slots_nbytes: int | None  # shared memory that they take; None without ``batch_nbytes``
+    memory_budget_nbytes: int | None  # a bound for the slots' memory; None for the loader's own default
+    # Whether there is memory for slots and samples. If not, the arguments are the smallest possible ones, and
+    # nothing is advised.
     fits: bool
+    # The largest batch for which the slots of the smallest arguments take half of the available memory.
     largest_batch_nbytes: int
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...]  # why the advice is less than asked or usual, for people
 
 
 def advise(room: Room, batch_nbytes: int | None, asked_workers: int | None) -> Advice:
@@ -148,7 +128,7 @@ def _reduce(workers: int, slot_nbytes: int, most_nbytes: int) -> tuple[int, int]
     for prefetch in (2, 1):
         if slots_of(workers, prefetch) * slot_nbytes <= most_nbytes:
             return workers, prefetch
-    fitting = most_nbytes // slot_nbytes - _SLOTS_BESIDES_TASKS
+    fitting = most_nbytes // slot_nbytes - SPARE_SLOTS
     return max(1, min(workers, fitting)), 1
 
 
@@ -163,7 +143,7 @@ def describe_advice(advice: Advice) -> list[str]:
     if advice.multiprocessing_context:
         arguments.append(f"multiprocessing_context={advice.multiprocessing_context!r}")
     lines = [f"DataLoader(dataset, ..., {', '.join(arguments)})"]
-    count = f"({advice.prefetch_factor} x {advice.num_workers} + {_SLOTS_BESIDES_TASKS})"
+    count = f"({advice.prefetch_factor} x {advice.num_workers} + {SPARE_SLOTS})"
     if advice.slots_nbytes is None:
         lines.append(f"shared memory: {count} = {advice.slots} slots, each as large as the largest batch")
         lines.append("pass --batch-bytes (38MB, say) to check this against the available memory")

@@ -40,44 +40,26 @@ _GOOD_FILES = 4096
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        status: ``ok``, ``warning`` (loading works, but something will hurt) or ``fail`` (it does not work).
-        found: A sentence or two for people.
-        change: Advice; empty when all is well.
-        values: The figures in ``found``, for programs.
-    """
-
-    status: Status
-    found: str
-    change: str = ""
-    values: Mapping[str, Value] = field(default_factory=dict)
+    status: Status  # ``warning``: loading works, but something will hurt; ``fail``: it does not work
+    found: str  # a sentence or two for people
+    change: str = ""  # advice; empty when all is well
+    values: Mapping[str, Value] = field(default_factory=dict)  # the figures in ``found``, for programs
 
 
 @dataclass(frozen=True)
 class Host:
-    """Everything that the checks judge: limits of the host, outcomes of trials, the request and the advice.
-
-    Attributes:
-        cores: Cores that can be used.
-        memory: Memory that is available, and its limit.
-        open_files: Number of open descriptors, and the limit on it.
-        default_start_method: The platform's start method.
-        advice: The loader's arguments.
-        num_workers: Workers that were asked for, else those advised.
-        loading: Trials of loading, by start method.
-        cuda: The trial of registering memory with CUDA; None if torch is built without it.
-    """
+    """All that the checks judge: limits of the host, outcomes of trials, the request and the advice."""
 
     cores: Cores
     memory: Headroom
-    open_files: tuple[int | None, int | None]
-    default_start_method: str
+    open_files: tuple[int | None, int | None]  # open descriptors, and the limit on them
+    default_start_method: str  # of the platform
     advice: Advice
-    num_workers: int
-    loading: Mapping[str, Trial]
-    cuda: Trial | None = None
+    num_workers: int  # that were asked for, else those advised
+    loading: Mapping[str, Trial]  # by start method
+    cuda: Trial | None = None  # of registering memory with it; None if torch is built without it
 
 
 def check_versions(host: Host) -> Finding:

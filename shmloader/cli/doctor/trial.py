@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shmloader.cli.programs import end_session
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory.limits import oom_kills
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of a probe.
-
-    Attributes:
-        works: Whether the probe succeeded.
-        answer: Its findings, see `probe.load` and `probe.register`; empty unless it works.
-        error: Its last lines of output, or that it hung, for people; empty if it works.
-        out_of_memory: Whether the kernel killed a process for lack of memory meanwhile.
-    """
+    """The outcome of a probe."""
 
     works: bool
-    answer: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    out_of_memory: bool = False
+    answer: dict[str, Any] = field(default_factory=dict)  # see `probe.load` and `probe.register`
+    error: str = ""  # its last lines of output, or that it hung, for people
+    out_of_memory: bool = False  # whether the kernel killed a process for lack of memory meanwhile
 
 
 def try_loading(start_method: str, batch_nbytes: int, limit_s: float, grace_s: float = 5.0) -> Trial:
@@ -55,7 +47,7 @@ def _try(words: list[str], limit_s: float, grace_s: float) -> Trial:
             with HeldInterrupts():  # one that came while it is started would leave it
                 process = stack.enter_context(_start(words))
                 session = stack.enter_context(contextlib.ExitStack())
-                session.callback(_end_session, process)
+                session.callback(end_session, process)
             with session:
                 try:
                     # Not for the end of its output: a worker that hangs would keep that open.
@@ -88,16 +80,6 @@ def _start(words: list[str]) -> subprocess.Popen[str]:
         # If memory runs out, the kernel should choose the probe or its worker, and not the doctor.
         Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
     return process
-
-
-def _end_session(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of the probe: itself, and workers that outlived it."""
-    if process.poll() != 0:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-    process.wait()
 
 
 def _last_words(errors: str, code: int, limit_s: float) -> str:

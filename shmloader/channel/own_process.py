@@ -29,6 +29,10 @@ class _Failure(NamedTuple):
     packed: bytes
 
 
+class _Unwanted(BaseException):
+    """Nobody wants more items. Not `QueueClosed`, which the dataset may raise for a queue of its own."""
+
+
 class OwnProcess(IterableDataset[Any]):
     """An iterable-style dataset, or torch's DataPipe, that runs in a process of its own.
 
@@ -125,15 +129,22 @@ class OwnProcess(IterableDataset[Any]):
             try:
                 self._make_ready()
                 for item in self.dataset:
-                    queue.put(item)
-            except (PeerDied, QueueClosed):  # nobody wants more
+                    _put(queue, item)
+            except _Unwanted:
                 raise
             except BaseException as error:  # noqa: BLE001 - raised where the items go
                 where = f"Raised in the process (pid {os.getpid()}) of a {type(self.dataset).__name__}"
-                queue.put(_Failure(capture(error, where)))
-        except (PeerDied, QueueClosed):
+                _put(queue, _Failure(capture(error, where)))
+        except _Unwanted:
             return
         queue.close()
+
+
+def _put(queue: Queue, item: Any) -> None:
+    try:
+        queue.put(item)
+    except (PeerDied, QueueClosed) as error:
+        raise _Unwanted from error
 
 
 _Pipe: Any = DATAPIPES[0] if DATAPIPES else IterableDataset

@@ -22,7 +22,7 @@ _Collate = Callable[[Any], Any]
 
 
 class BatchProbe:
-    """Measures one worker, from the receipt of a task to its answer; see `worker.fetcher.Probe`.
+    """Measures one worker, from the receipt of a task to its answer, while its loader is profiled.
 
     A clock is read for each sample only if samples take longer than 20 µs. Quicker ones are timed in blocks:
     then a slow one is known by its block. Of batches that take less than 4 ms one is measured every 4 ms, and
@@ -45,7 +45,7 @@ class BatchProbe:
             os.close(self._schedstat_fd)
 
     def around_fetch(self, fetch: _Fetch) -> _Fetch:
-        """A function like ``fetch`` that fetches in blocks and notes the slowest."""
+        """A function like ``fetch(dataset, indices)`` in blocks, which notes the slowest samples."""
 
         def timed(dataset: Any, indices: Any) -> list[Any]:
             # Also in batches that are not measured: a slow sample may be in any. Others may not be cut.
@@ -98,7 +98,10 @@ class BatchProbe:
         return timed
 
     def begin(self, received_ns: int, copied_nbytes: int) -> None:
-        """Begin a batch."""
+        """Begin a batch whose task was received at a time of ``perf_counter_ns``.
+
+        ``copied_nbytes`` and that of `end` count the bytes copied in all batches so far.
+        """
         self._received_ns = received_ns
         self._slowest = 0, 0, 0
         self._unmeasured += 1
