@@ -97,7 +97,7 @@ class Lifecycle:
 
     @property
     def why_broken(self) -> str:
-        """Why an iterator with the phase ``BROKEN`` cannot go on."""
+        """The reason for which an iterator with the phase ``BROKEN`` cannot go on, for its errors."""
         return f"an exception ({self._cut_short_by}) interrupted it in the middle of its work"
 
     def enter(self, waits: bool = True) -> bool:

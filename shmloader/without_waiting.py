@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from shmloader.statistics import Counters
@@ -18,8 +18,7 @@ class WithoutWaiting:
     _counters: Counters
     _timeout: float
 
-    def __next__(self, waits: bool = True) -> Any:
-        raise NotImplementedError
+    __next__: Callable[..., Any]  # the iterator's own; with False it raises `NotReady` where it would wait
 
     @never_compiled
     def try_next(self) -> Any:

@@ -52,10 +52,10 @@ def own_share(left: int, ranks: int, rank: int, uneven: Uneven, things: str) -> 
 
 
 def consumed_after(batches: int, begin: Mapping[str, int], each: int) -> int:
-    """What all ranks have consumed of an epoch's order after so many batches of each rank.
+    """The number of items of an epoch's order that all ranks have consumed, after some batches of each rank.
 
-    ``begin`` is the state that the epoch began with. Since then, one batch of every rank takes ``each``
-    samples, or whatever the order is made of. Before that state's batches the epoch counts as a whole one.
+    Items are samples, or whole batches where the order is made of them; a batch of every rank takes ``each``.
+    ``begin`` is the state that the epoch began with; before that state's batches it counts as a whole epoch.
     """
     begun = begin if batches >= begin["batches"] else WHOLE_EPOCH
     return begun["consumed"] + (batches - begun["batches"]) * each

@@ -267,7 +267,7 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
 
 
 def layout_of(value: Any, low: int) -> tuple[Any, ...]:
-    """What `array_over` or `tensor_over` needs beside a handle of the memory, which begins at ``low``."""
+    """The arguments of `array_over` or `tensor_over` after the memory, which begins at ``low``."""
     if isinstance(value, torch.Tensor):
         return CODE_OF_TORCH_DTYPE[value.dtype], tuple(value.shape), value.stride()
     return ((value.shape, value.dtype, value.__array_interface__["data"][0] - low, value.strides),)
@@ -317,7 +317,7 @@ def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[i
 
 
 class _Reducer:
-    """What ``multiprocessing``'s pickler calls for objects of one type.
+    """A reducer for objects of one type, which ``multiprocessing``'s pickler calls.
 
     Attributes:
         by_handle: Gives the pickle of an object by handle; None if it is pickled as usual.

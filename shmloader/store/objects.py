@@ -1,4 +1,4 @@
-"""Which objects can be shared, and how large they are: one rule for all that share, and for the watch.
+"""The rule which objects can be shared and how large they are: one for all that share, and for the watch.
 
 It goes by an object's real type and runs none of its class's code. Imports no pyarrow: workers use this too.
 """
