@@ -245,8 +245,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         """The next batch; torch's name for it, as its own ``__next__`` calls it."""
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
-            with self._lifecycle.expects(Exception):  # of the program's callback; nothing is taken yet
-                recorder.begin_next(self._counters.wait_for_workers_ns)
+            self._note_asked(recorder)
         if delivery is not None and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         if table.warning or self._counters.last_next_ns >= self._copies.due_ns:
@@ -273,6 +272,13 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 return batch
             self._progress.keep()
         raise self._end_epoch()
+
+    def _note_asked(self, recorder: Recorder) -> None:
+        try:  # `expects` takes 1.5 us, a twentieth of a small batch
+            recorder.begin_next(self._counters.wait_for_workers_ns)
+        except Exception as error:  # of the program's callback; nothing is taken yet
+            self._lifecycle.expect(error)
+            raise
 
     def _end_epoch(self) -> StopIteration:
         with self._lifecycle.expects(LoaderError, Warning):  # that ranks differ; warnings made errors
