@@ -110,6 +110,7 @@ def test_a_fork_while_other_threads_use_the_queue() -> None:
         threading.Thread(target=puts),
         threading.Thread(target=lambda: [one.get() for _ in range(200)]),
     ]
+    one.put(0)  # so that this process puts, and none of those below
     for thread in threads:
         thread.start()
     for _ in range(10):
