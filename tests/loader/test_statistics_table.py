@@ -74,9 +74,9 @@ def test_workers_that_make_one_batch_each_are_the_bottleneck(persistent: bool, e
     figures = iterated(
         Slow(0.3, 12), 0.0, epochs, num_workers=3, worker_type="thread", persistent_workers=persistent
     )
-    assert figures.verdict.startswith("The workers are the bottleneck: next() waited ")
+    assert figures.verdict.startswith("The first batches of epochs are the bottleneck: next() waited ")
     assert figures.verdict.endswith(
-        ", mostly for the first batch of an epoch; quicker samples would help, and prefetch_epochs=True may."
+        " s of it for them. Longer epochs would help, or quicker samples, and prefetch_epochs=True may."
     )
     assert figures.wait_for_first_batches_s >= epochs * 1.2 - 0.1
     assert figures.wait_for_starts_s < figures.wait_for_first_batches_s / 2
