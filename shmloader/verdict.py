@@ -208,12 +208,12 @@ def _starts(e: Evidence) -> Verdict | None:
         )
     if e.first_s - e.start_s > work_s / 2:
         later_s = e.total_s - e.first_s
-        kept_up = e.wait_s - e.first_s < _LEAST_WAIT * later_s and later_s > e.first_s
+        kept_up = later_s > e.first_s and e.wait_s - e.first_s < _LEAST_WAIT * later_s
+        then = "; after them your loop is" if kept_up else ""
         return Verdict(
             Cause.FIRST_BATCH,
-            f"The first batches of epochs are the bottleneck: {e.waited}, {time_of(e.first_s)} of it for them"
-            f"{'; after them your loop is' if kept_up else ''}. Longer epochs would help, or quicker samples, "
-            "and prefetch_epochs=True may.",
+            f"The first batches of epochs are the bottleneck: {e.waited}, {time_of(e.first_s)} of it for "
+            f"them{then}. Longer epochs would help, or quicker samples, and prefetch_epochs=True may.",
         )
     return None
 

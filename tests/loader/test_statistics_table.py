@@ -102,7 +102,7 @@ def test_what_a_first_batch_takes_in_pieces_or_to_be_left_out_is_no_start(bad: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of bad samples, of batches in pieces
         figures = iterated(dataset, 0.0, num_workers=1, worker_type="thread", **given)
-    assert figures.verdict.startswith("The workers are the bottleneck: next() waited ")
+    assert figures.verdict.startswith("The first batches of epochs are the bottleneck: next() waited ")
     assert figures.wait_for_starts_s < 0.6
     assert figures.wait_for_first_batches_s >= (3.6 if bad else 1.2) - 0.1
 
