@@ -23,16 +23,17 @@ from benchmarks.fresh_process import ROOT
 from benchmarks.options import NOT_MEASURED, whole_number
 from benchmarks.tables import render_table
 
+_OURS = "benchmarks.dlio_loader.Loader"
 _LOADERS = {
     "torch": [],
-    "shmloader": ["reader.data_loader_classname=benchmarks.dlio_loader.Loader", "reader.data_loader_sampler=index"],
+    "shmloader": [f"reader.data_loader_classname={_OURS}", "reader.data_loader_sampler=index"],
 }
 
 
 def run(folder: Path, *settings: str) -> None:
     """Run DLIO on unet3d's workload, with some settings changed."""
-    changed = [f"++workload.{setting}" for setting in settings]
-    words = ["workload=unet3d_h100", *changed, f"hydra.run.dir={folder}", f"++workload.output.folder={folder}"]
+    changed = [f"++workload.{setting}" for setting in (*settings, f"output.folder={folder}")]
+    words = ["workload=unet3d_h100", *changed, f"hydra.run.dir={folder}"]
     command = [sys.executable, "-m", "dlio_benchmark.main", *words]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:

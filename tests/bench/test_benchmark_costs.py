@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from benchmarks import (  # noqa: E402
 )
 from benchmarks.checkout_process import Turn  # noqa: E402
 from benchmarks.fresh_process import run_fresh  # noqa: E402
+from benchmarks.options import NOT_MEASURED  # noqa: E402
 from benchmarks.processor_time import costs, functions_of  # noqa: E402
 
 
@@ -271,3 +273,14 @@ def test_the_costs_of_states_are_measured() -> None:
     assert found["throughput"] > 0
     state = resume.build(shmloader.DataLoader, 400).state_dict()
     assert resume.at_batch(state, 300)["batches"] == 300
+
+
+def test_dlio_runs_with_both_loaders_or_is_said_to_be_missing() -> None:
+    command = [sys.executable, "-m", "benchmarks.dlio", "--turns", "1", "--files", "14", "--nbytes", "100000"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if importlib.util.find_spec("dlio_benchmark") is None:
+        assert ended.returncode == NOT_MEASURED
+        assert "pip install --no-deps dlio-benchmark" in ended.stderr
+    else:
+        assert ended.returncode == 0, ended.stderr
+        assert [line.split()[1] for line in ended.stdout.splitlines()[2:]] == ["torch", "shmloader"]
