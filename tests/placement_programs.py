@@ -72,7 +72,7 @@ MAKE = (
     "torch.cat(images)[torch.arange(50)]",
     "default_collate(images)",
     "images[0].untyped_storage()._new_shared(len(images) * 6400)",
-    "stacked_by(torch.stack, images)",
+    "joined_by(torch.stack, images)",
     "captured_stack(images)",
 )
 CHANGE = (
@@ -124,6 +124,80 @@ CHANGE = (
     "functions.append(torch.stack); {a} = pickle.loads(pickle.dumps(functions))[0](images)",
     "{a} = functions[-1](images) if functions else {a}",
 )
+# What NumPy joins; and what programs do with it. A tensor that torch makes over such an array can be resized
+# with placement, where torch raises; so none is.
+MAKE_ARRAYS = (
+    "np.stack(arrays)",
+    "np.stack(arrays)",
+    "np.stack(arrays, axis=0)",
+    "np.stack(tuple(arrays), {n} % 3)",
+    "np.stack(arrays, -1)",
+    "np.stack(arrays, axis=0.0)",
+    "np.stack([array.T for array in arrays])",
+    "np.stack([array[:, ::2] for array in arrays])",
+    "np.stack([array[None] for array in arrays])",
+    "np.stack([array[:, None] for array in arrays])",
+    "np.stack([np.asfortranarray(array) for array in arrays])",
+    "np.stack([array.astype(('i4', 'f8', '>f4', 'c8', '?', 'u2', 'f2')[{n}]) for array in arrays])",
+    "np.stack([arrays[0], *(array.astype('f8') for array in arrays[1:])])",
+    "np.stack([arrays[0], *(array[:-1] for array in arrays[1:])])",
+    "np.stack(arrays, dtype='f8')",
+    "np.stack(arrays, out=np.empty((len(arrays), 40, 40), 'f4'))",
+    "np.stack([array.view(Named) for array in arrays])",
+    "np.stack([Passed(array) for array in arrays])",
+    "np.stack([image.numpy() for image in images])",
+    "np.stack(images)",
+    "np.stack([1.5] * 20000)",
+    "np.concatenate(arrays)",
+    "np.concatenate([array[: 20 + place % 9] for place, array in enumerate(arrays)])",
+    "np.concatenate(arrays, axis=1)",
+    "np.concatenate(arrays, None)",
+    "np.concatenate([array[None] for array in arrays])",
+    "np.array(arrays)",
+    "np.array(tuple(arrays))",
+    "np.array(arrays, dtype='f8')",
+    "np.array(arrays, order='F')",
+    "np.array([array.reshape(-1) for array in arrays])",
+    "np.array([array.tolist() for array in arrays])",
+    "np.array(arrays[0].repeat(20, axis=0))",
+    "joined_by(np.stack, arrays)",
+    "captured_np_stack(arrays)",
+)
+CHANGE_ARRAYS = (
+    "{a}[0] = {n}",
+    "{a} *= 2",
+    "{a} = {a} / 2",
+    "{a} = {a}.astype('f4')",
+    "{a} = torch.from_numpy({a})",
+    "{a} = torch.from_numpy({a}).float()",
+    "{a} = torch.as_tensor({a})",
+    "{a} = torch.tensor({a})",
+    "{a} = torch.from_numpy({a}).permute(0, 2, 1)",
+    "{a} = torch.from_numpy({a}).div_(3)",
+    "{a} = np.ascontiguousarray({a})",
+    "{a} = {a}.transpose()",
+    "{a} = {a}[1:]",
+    "{a} = {a}[..., ::2]",
+    "{a} = {a}.view(Named)",
+    "{a}.flags.writeable = False",
+    "{a}.shape = -1",
+    "{a} = memoryview({a})",
+    "{a} = {a}.tobytes()",
+    "{a} = copy.deepcopy({a})",
+    "kept.append({a})",
+    "kept[:] = [{a}]",
+    "if number > 4 and kept: kept[-1][...] = {n}",
+    "{a} = {b}",
+    "{a} = None",
+    "np.stack(arrays, out={a})",
+    "np.add({b}, 1, out={b})",
+    "if number == {n}: raise ValueError(f'number {{number}}')",
+    "if number % 3: {a} = np.stack(arrays)",
+    "if number == 6: arrays = arrays[:-1]",
+    "{a} = pickle.loads(pickle.dumps({a}))",
+    "functions.append(np.stack); {a} = pickle.loads(pickle.dumps(functions))[0](arrays)",
+    "{a} = functions[-1](arrays) if functions else {a}",
+)
 AROUND = ("torch.no_grad()", "torch.inference_mode()", "torch.device('cpu')", "torch.autocast('cpu')")
 RETURN = (
     "{a}",
@@ -144,15 +218,33 @@ DTYPES = (
 )
 
 captured_stack = torch.stack
+captured_np_stack = np.stack
 
 
-def stacked_by(function: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
-    return function(tensors)
+class Named(np.ndarray[Any, Any]):
+    """An array of a class of its own."""
+
+
+class Passed:
+    """An object to which NumPy passes calls on, and which looks at the function's name."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __array_function__(self, function: Any, _: Any, arguments: Any, named: Any) -> Any:
+        if function is not np.stack:
+            raise TypeError(f"{function} is another function than {np.stack}")
+        return function([one.array for one in arguments[0]], **named)
+
+
+def joined_by(function: Callable[..., Any], parts: list[Any]) -> Any:
+    return function(parts)
 
 
 def program_text(seed: int) -> str:
     """The source of a function ``collate(number, images, rows, arrays, many_channels, kept, functions)``."""
     choose = random.Random(seed)
+    make, change = (MAKE_ARRAYS, CHANGE_ARRAYS) if seed % 4 == 3 else (MAKE, CHANGE)
 
     def filled(template: str) -> str:
         a, b = choose.choice(names), choose.choice(names)
@@ -163,12 +255,12 @@ def program_text(seed: int) -> str:
     for _ in range(choose.randint(1, 4)):
         name = f"x{len(names)}"
         lines.append(
-            f"    {name} = " + choose.choice(MAKE).format(n=choose.randrange(6), d=choose.choice(DTYPES))
+            f"    {name} = " + choose.choice(make).format(n=choose.randrange(6), d=choose.choice(DTYPES))
         )
         if choose.random() < 0.12:
             lines[-1] = f"    with {choose.choice(AROUND)}: {lines[-1].strip()}"
         names.append(name)
-        lines += [f"    {filled(choose.choice(CHANGE))}" for _ in range(choose.choice((0, 0, 0, 1, 1, 2)))]
+        lines += [f"    {filled(choose.choice(change))}" for _ in range(choose.choice((0, 0, 0, 1, 1, 2)))]
     lines.append(f"    return {filled(choose.choice(RETURN))}")
     return "\n".join(lines)
 
@@ -177,7 +269,10 @@ def run_program(seed: int, *, places: bool) -> list[Any]:
     """The program's batches and errors on the other side of a slot, and what it has kept at its end."""
     names: dict[str, Any] = {
         "captured_stack": captured_stack,
-        "stacked_by": stacked_by,
+        "captured_np_stack": captured_np_stack,
+        "joined_by": joined_by,
+        "Named": Named,
+        "Passed": Passed,
         "default_collate": default_collate,
     }
     names |= {"torch": torch, "np": np, "copy": __import__("copy"), "pickle": __import__("pickle")}

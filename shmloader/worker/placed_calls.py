@@ -1,12 +1,13 @@
-"""torch's calls whose results can be made in a slot, each with its second way of making them.
+"""Calls of torch and NumPy whose results can be made in a slot, each with its second way of making them.
 
 A second way gets a function that gives memory in the slot, and the arguments of the call. It returns what
-torch's own call would return (values, shape, strides, dtype), or None if it is not sure of that: then torch's
-own call is made. It changes nothing but the memory that it was given, so it may also raise at any point.
+the original call would return (values, shape, strides, dtype), or None if it is not sure of that: then the
+original call is made. It changes nothing but the memory that it was given, so it may also raise at any point.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import operator
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import concatenate as own_concatenate
+from numpy import stack as own_np_stack
 from torch import cat as own_cat
 from torch import full as own_full
 from torch import index_select as own_index_select
@@ -31,15 +34,16 @@ LEAST_NBYTES = 64 << 10
 _LEAST_PART_NBYTES = 2 << 10  # of the first tensor that is joined with others: each is looked at
 _dtype = operator.attrgetter("dtype")
 _NUMBERS = (bool, int, float)
-_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, classmethod)  # torch's functions
+# The types of torch's functions, and of NumPy's
+_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, classmethod, type(np.stack))
 
 Place = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
-SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | None]
+SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | np.ndarray[Any, Any] | None]
 
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """One of torch's calls."""
+    """One of torch's calls, or of NumPy's."""
 
     owner: Any  # the module or class that has it
     name: str
@@ -48,12 +52,28 @@ class PlacedCall:
     of_batches: bool = False
     of_class: bool = False  # whether it is a method of the class itself
 
-    def is_torchs(self) -> bool:
-        """Whether the name stands for torch's own call, and not for a function of the program's."""
-        return isinstance(inspect.getattr_static(self.owner, self.name), _KINDS)
+    @property
+    def is_numpys(self) -> bool:
+        """Whether it is a call of NumPy's."""
+        return self.owner is np
+
+    def can_stand(self) -> bool:
+        """Whether the name stands for the original call, not for a function of the program's, and may change.
+
+        Numba has to find NumPy's own calls, in functions that it may compile at any time.
+        """
+        is_original = isinstance(inspect.getattr_static(self.owner, self.name), _KINDS)
+        return is_original and not (self.is_numpys and importlib.util.find_spec("numba"))
+
+    def is_passed_on(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether NumPy passes the call on to a class of its arguments (``__array_function__``)."""
+        if not (self.is_numpys and arguments and type(arguments[0]) in (list, tuple)):
+            return False
+        others = set(map(type, arguments[0])) - {np.ndarray}
+        return any(hasattr(kind, "__array_function__") for kind in others)
 
     def __str__(self) -> str:
-        owner = self.owner.__name__ if isinstance(self.owner, type) else "torch"
+        owner = self.owner.__name__ if self.is_numpys or isinstance(self.owner, type) else "torch"
         return f"{owner}.{self.name}"
 
 
@@ -145,14 +165,60 @@ def _like_its_tensor(second_way: SecondWay) -> SecondWay:
 def _tensor(place: Place, data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor | None:
     if type(data) is not np.ndarray or data.nbytes < LEAST_NBYTES or not data.flags.c_contiguous:
         return None
-    own = torch.from_numpy(np.empty(0, data.dtype))  # of a read-only array it would warn
-    if own.dtype.is_complex or dtype not in (None, own.dtype) or device not in (None, "cpu"):
+    own_dtype = _dtype_of(data)
+    if own_dtype.is_complex or dtype not in (None, own_dtype) or device not in (None, "cpu"):
         return None
-    out = place(data.shape, own.dtype)
+    out = place(data.shape, own_dtype)
     if out is None or out.numpy().strides != data.strides:  # torch keeps those of dimensions of length 1
         return None
     out.numpy()[...] = data
     return out
+
+
+def _dtype_of(array: Any) -> torch.dtype:
+    """The dtype of torch's that an array's is; raises if there is none."""
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype  # of a read-only array it would warn
+
+
+def _np_stack(place: Place, arrays: Any, axis: Any = 0) -> np.ndarray[Any, Any] | None:
+    if type(arrays) in (list, tuple) and set(map(type, arrays)) == {torch.Tensor}:
+        arrays = [tensor.numpy() for tensor in arrays]
+    if type(axis) is not int or axis or not _are_arrays(arrays) or len(set(map(len, arrays))) > 1:
+        return None
+    return _joined(place, own_np_stack, arrays, (len(arrays), *arrays[0].shape))
+
+
+def _concatenate(place: Place, arrays: Any, axis: Any = 0) -> np.ndarray[Any, Any] | None:
+    if type(axis) is not int or axis or not _are_arrays(arrays):
+        return None
+    return _joined(place, own_concatenate, arrays, (sum(map(len, arrays)), *arrays[0].shape[1:]))
+
+
+def _array(place: Place, arrays: Any) -> np.ndarray[Any, Any] | None:
+    return _np_stack(place, arrays)
+
+
+def _joined(place: Place, own: Any, arrays: Any, shape: Any) -> np.ndarray[Any, Any] | None:
+    dtype = _dtype_of(arrays[0])
+    out = None if dtype.is_complex else place(shape, dtype)
+    if out is None:
+        return None
+    array = out.numpy()
+    own(arrays, axis=0, out=array)
+    return array
+
+
+def _are_arrays(arrays: Any) -> bool:
+    """Whether these are arrays that NumPy joins along the first axis to a row-major one of their dtype."""
+    if type(arrays) not in (list, tuple) or not arrays or set(map(type, arrays)) != {np.ndarray}:
+        return False
+    first = arrays[0]
+    return (
+        first.ndim > 0
+        and first.nbytes >= max(_LEAST_PART_NBYTES, LEAST_NBYTES // len(arrays))
+        and first.strides == tuple(first.itemsize * step for step in row_major(first.shape))
+        and len({(one.dtype, one.shape[1:], one.strides) for one in arrays}) == 1
+    )
 
 
 def _pad_sequence(
@@ -234,12 +300,15 @@ CALLS = (
     PlacedCall(torch.Tensor, "__getitem__", _getitem, of_batches=True),
     PlacedCall(torch_private.NN_FUNCTIONS, "pad_sequence", _pad_sequence),
     PlacedCall(torch.UntypedStorage, torch_private.NEW_SHARED, _new_shared, of_class=True),
+    PlacedCall(np, "stack", _np_stack),
+    PlacedCall(np, "concatenate", _concatenate),
+    PlacedCall(np, "array", _array),
 )
 """The calls that are watched and placed."""
 
 
 def own_call(number: int) -> Callable[..., Any]:
-    """The call of torch's own, by its number in `CALLS`: what a replacement is pickled as."""
+    """The original call, by its number in `CALLS`: what a replacement is pickled as."""
     found: Callable[..., Any] = getattr(CALLS[number].owner, CALLS[number].name)
     return found
 

@@ -19,6 +19,7 @@ from sys import _getframe as frame_of_caller
 from types import FrameType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
 from shmloader import torch_private
@@ -37,7 +38,7 @@ _MOST_KEPT, _MOST_REFUSED = 3, 32
 _WATCHED, _PLACED, _LEFT = "watched", "placed", "left"
 _MISSED = "its results are not in the batch"
 _OTHERS = "its arguments are others than those that can be placed"
-_NOT_RESIZABLE = "not resizable"
+_NOT_RESIZABLE = ("not resizable", "does not own its data")
 
 
 @dataclass(eq=False)
@@ -110,7 +111,7 @@ class Placement:
         """The program's function, with torch's calls replaced while it runs."""
         if not self.is_on:
             return function
-        calls = [call for call in CALLS if call.of_batches <= of_batches and call.is_torchs()]
+        calls = [call for call in CALLS if call.of_batches <= of_batches and call.can_stand()]
         replacements = [Replacement(call, self._call) for call in calls]
         self._out_of_reach += _captured_names(function, replacements)
         function = next((one for one in replacements if one.is_own(function)), function)
@@ -145,7 +146,7 @@ class Placement:
             return function(argument)
         except BaseException as error:
             self.drop()
-            if isinstance(error, RuntimeError) and _NOT_RESIZABLE in str(error):
+            if type(error) in (RuntimeError, ValueError) and any(one in str(error) for one in _NOT_RESIZABLE):
                 self._end("a result was resized by a call that cannot be seen")
                 add_note(
                     error, "a result that shmloader made in the batch's slot; place_results=False avoids it"
@@ -187,7 +188,7 @@ class Placement:
         """Make one call of the program's: in the slot, or by torch's own function."""
         if not self._running or threading.get_ident() != self._thread:
             return own(*arguments, **named)
-        if torch_private.is_intercepted(arguments):
+        if torch_private.is_intercepted(arguments) or call.is_passed_on(arguments):
             return self._with_own_names(own, arguments, named)
         site = None if "out" in named else self._site(call, frame_of_caller(2))
         if site is None or site.state is _LEFT:
@@ -240,10 +241,12 @@ class Placement:
             nbytes = result.nbytes()
         elif type(result) is torch.Tensor and result.is_cpu and result.layout is torch.strided:
             nbytes, holder = result.nbytes, result.untyped_storage() if keep else None
+        elif type(result) is np.ndarray:  # not kept: one that is referred to cannot be resized
+            nbytes = result.nbytes
         else:
             return
         if nbytes >= LEAST_NBYTES:
-            begin = result.data_ptr()
+            begin = result.ctypes.data if type(result) is np.ndarray else result.data_ptr()
             self._results.append(_Result(site, begin, begin + nbytes, holder))
 
     # --- after the batch

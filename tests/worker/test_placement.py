@@ -9,6 +9,7 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -95,6 +96,10 @@ COLLATES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cat": (lambda rows: torch.cat([row[None] for row in rows]), "torch.cat"),
     "padded": (lambda rows: pad_sequence(rows, batch_first=True), "torch.pad_sequence"),
     "tensor of an array": (lambda rows: torch.tensor(np.stack(rows)), "torch.tensor"),
+    "stacked arrays": (lambda rows: torch.from_numpy(np.stack([row.numpy() for row in rows])), "numpy.stack"),
+    "stacked by NumPy": (lambda rows: torch.from_numpy(np.stack(rows)), "numpy.stack"),
+    "array of arrays": (lambda rows: np.array([row.numpy() for row in rows]), "numpy.array"),
+    "joined arrays": (lambda rows: np.concatenate([row.numpy()[None] for row in rows]), "numpy.concatenate"),
     "new_zeros": (by_method, "Tensor.new_zeros"),
     "full": (by_full, "torch.full"),
     "torch's old default": (by_shared_storage, "UntypedStorage._new_shared"),
@@ -138,7 +143,6 @@ def test_whole_batches_of_a_data_set_are_made_in_the_slot(take: Any, call: str) 
     [
         (lambda rows: torch.stack(rows).double(), None),
         (lambda rows: torch.stack(rows)[:, :8].clone(), None),
-        (lambda rows: torch.from_numpy(np.stack(rows)), None),
         (lambda rows: torch.stack([row[:1000] for row in rows])[:2], None),
         (by_imported_name, "imported by its name"),
     ],
@@ -388,6 +392,35 @@ def test_a_resize_that_cannot_be_seen_says_how_to_avoid_it() -> None:
     assert "place_results=False" in errors[0]
 
 
+def resizes_an_array(rows: list[torch.Tensor]) -> Any:
+    made = np.stack([row.numpy() for row in rows])
+    made.resize((40, 4096), refcheck=False)
+    return made
+
+
+def test_an_array_that_cannot_be_resized_in_the_slot_says_how_to_avoid_it() -> None:
+    with shmloader.DataLoader(Rows(), 32, num_workers=1, collate_fn=resizes_an_array) as loader:
+        iterator, errors, batches = iter(loader), [], []
+        for _ in range(10):
+            try:
+                batches.append(next(iterator))
+            except ValueError as error:
+                errors.append(str(error) + "".join(error.__notes__))
+    assert len(errors) == 1, "placement ends with the first"
+    assert "does not own its data" in errors[0]
+    assert "place_results=False" in errors[0]
+    assert [batch.shape for batch in batches] == [(40, 4096)] * 9
+
+
+def test_numpys_names_stay_where_numba_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to find NumPy's own functions in what it compiles."""
+    (tmp_path / "numba.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in "stacked arrays", "array of arrays", "joined arrays":
+        assert not any(site.placed for site in load(COLLATES[name][0])[1].placed_sites)
+    assert [site.placed for site in load(torch.stack)[1].placed_sites] == [True]
+
+
 def test_deterministic_algorithms_fill_empty_memory() -> None:
     def empty(rows: list[torch.Tensor]) -> Any:
         torch.use_deterministic_algorithms(True)
@@ -593,7 +626,7 @@ def test_a_tensor_unlike_the_others_is_joined_as_by_torch(call: str, name: str, 
     tensors = [unlike if unlike.dim() == 4 else ROW] * 3
     tensors[place] = unlike
     arguments = (True, 0.0) if call == "pad_sequence" else ()
-    (way,) = [one.second_way for one in CALLS if one.name == call]
+    (way,) = [one.second_way for one in CALLS if str(one) == f"torch.{call}"]
     try:
         made: Any = way(lambda shape, dtype: torch.empty(shape, dtype=dtype), tensors, *arguments)
     except Exception:
