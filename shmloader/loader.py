@@ -69,8 +69,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             workers while the program waits for busy ones, at most one for each usable core, in the first 200
             batches. The attribute is the number now; ``statistics().autotune`` says why. It implies
             ``dispatch="dynamic"``. For map-style datasets. See docs/autotune.md.
-        collate_fn: Joins samples to a batch, in the worker. Results that torch or ``shmloader.empty`` makes
-            are made in the slot (``place_results``); others are copied there once.
+        collate_fn: Joins samples to a batch, in the worker. Results of torch, ``numpy.stack`` and
+            ``shmloader.empty`` are made in the slot (``place_results``); others are copied there once.
         pin_memory: Return tensors in page-locked memory, if there is an accelerator. With CUDA the slots
             themselves are page-locked, and none is written again before the device has done what was queued
             when the program dropped its batch. See docs/gpu.md.
@@ -133,10 +133,10 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             workers they are copied there ahead of the loop, straight out of their slots, on a stream of their
             own that the current stream waits for. What is neither a tensor nor has a method ``to`` stays as
             it is. ``"cpu"`` and None leave batches where they are. See docs/gpu.md.
-        place_results: Whether results that a program's own ``collate_fn`` makes with torch (``torch.stack``,
-            ``cat``, ``zeros``, ``pad_sequence`` and others), and that are in the batch, are made in its slot
-            instead of being copied there. The same for ``dataset[i]`` with ``batch_size=None``. Worker
-            processes only. See docs/vectorised.md.
+        place_results: Whether results that a program's own ``collate_fn`` makes (with ``torch.stack``,
+            ``cat``, ``zeros``, ``pad_sequence``, ``numpy.stack`` and others), and that are in the batch, are
+            made in its slot instead of being copied there. The same for ``dataset[i]`` with
+            ``batch_size=None``. Worker processes only. See docs/vectorised.md.
         shared_by: ``"host"``: the ranks of a host, under torchrun, all get the same batches, as tensor- and
             pipeline-parallel peers need them. They are made once, in a process that local rank 0 starts at
             the first ``iter()`` and that ends with it. See docs/serving.md.

@@ -35,7 +35,7 @@ class BadSample:
 
 @dataclass(frozen=True)
 class PlacedSite:
-    """A call of torch's in the program's code that makes a part of the batch (``place_results``)."""
+    """A call in the program's code that makes a part of the batch (``place_results``)."""
 
     call: str  # its name, ``torch.stack``, say
     where: str  # the file, the line and the function that call it

@@ -1,9 +1,9 @@
-"""Placement: results of torch's calls that reach the batch are made in the batch's slot.
+"""Placement: results of torch's and NumPy's calls that reach the batch are made in the batch's slot.
 
 The first large batches of a program's own ``collate_fn`` (or of a data set that gives whole batches) show
 which of its calls make what is in the batch. From then on these calls get their memory in the slot, and the
 batch is there without a copy. While the program's function runs, and only in the thread of the worker
-process that runs it, torch's names stand for these calls. See docs/decisions/0043.
+process that runs it, their names stand for these calls. See docs/decisions/0043.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Result:
 
 
 class Placement:
-    """The sites of one worker process, and the replacement of torch's calls while the program's code runs."""
+    """The sites of one worker process, and the calls that are replaced while the program's code runs."""
 
     def __init__(self, allocator: SlotAllocator, *, is_on: bool) -> None:
         self._allocator = allocator
@@ -108,7 +108,7 @@ class Placement:
             os.register_at_fork(before=self._end_for_fork)
 
     def around(self, function: Callable[[Any], Any], *, of_batches: bool = False) -> Callable[[Any], Any]:
-        """The program's function, with torch's calls replaced while it runs."""
+        """The program's function, with calls of torch's and NumPy's replaced while it runs."""
         if not self.is_on:
             return function
         calls = [call for call in CALLS if call.of_batches <= of_batches and call.can_stand()]
@@ -136,7 +136,7 @@ class Placement:
         return placed
 
     def _replaced(self, put: list[StandIn], function: Callable[[Any], Any], argument: Any) -> Any:
-        """Call the program's function with other functions in the place of torch's."""
+        """Call the program's function with others in the place of torch's and NumPy's."""
         self._put = put.copy()
         torch_private.before_compiling(self._end_for_compiler)
         self._running += 1
@@ -179,13 +179,13 @@ class Placement:
             self._end("it calls a function that torch compiles")
 
     def _end_for_fork(self) -> None:
-        """End before the program forks: the child would share the slot, and have torch's names replaced."""
+        """End before the program forks: the child would share the slot, and have names replaced."""
         if self._running and threading.get_ident() == self._thread:
             self._end("it starts a process")
             self._allocator.restart()
 
     def _call(self, call: PlacedCall, own: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
-        """Make one call of the program's: in the slot, or by torch's own function."""
+        """Make one call of the program's: in the slot, or by the original function."""
         if not self._running or threading.get_ident() != self._thread:
             return own(*arguments, **named)
         if torch_private.is_intercepted(arguments) or call.is_passed_on(arguments):
@@ -209,7 +209,7 @@ class Placement:
         if site is None and self._to_watch:
             file = frame.f_code.co_filename
             where = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-            where = "collate_fn" if file == __file__ else where  # which is torch's function itself
+            where = "collate_fn" if file == __file__ else where  # which is such a function itself
             site = self._sites[key] = _Site(call, where)
         return site if site is not None and site.call is call else None
 
@@ -217,7 +217,7 @@ class Placement:
         begin, self._lacked_room = self._allocator.cursor, False
         try:
             result = site.call.second_way(self._place, *arguments, **named)
-        except Exception:  # noqa: BLE001 - torch's own call raises it, or does what was asked for
+        except Exception:  # noqa: BLE001 - the original call raises it, or does what was asked for
             result = None
         if result is not None:
             self._note(site, result, keep=False)
@@ -339,7 +339,7 @@ def _arrived(result: _Result, leaves: list[tuple[int, int]]) -> bool:
 
 
 def _captured_names(function: Any, replacements: list[Replacement]) -> list[PlacedSite]:
-    """Names of torch's calls that a module has imported before (``from torch import stack``)."""
+    """Names of calls that a module has imported before (``from torch import stack``)."""
     function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType):
         return []
@@ -349,7 +349,7 @@ def _captured_names(function: Any, replacements: list[Replacement]) -> list[Plac
             str(one.call),
             f"{Path(code.co_filename).name} in {function.__name__}",
             placed=False,
-            why=f"{name} was imported by its name; torch's own has to be looked up when it is called",
+            why=f"{name} was imported by its name; it has to be looked up when it is called",
         )
         for name in code.co_names
         for one in replacements

@@ -1,4 +1,4 @@
-"""Objects that stand for names of torch's while a program's function runs; see `placement`."""
+"""Objects that stand for names of torch's and NumPy's while a program's function runs; see `placement`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shmloader.worker.placed_calls import CALLS, PlacedCall, own_call
 
 
 class StandIn:
-    """Stands for a name of torch's while the program's function runs."""
+    """Stands for a name while the program's function runs."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
@@ -46,7 +46,7 @@ class StandIn:
 
 
 class Replacement(StandIn):
-    """Stands for one of the calls; a program that keeps it has torch's own call at any other time."""
+    """Stands for one of the calls; a program that keeps it has the original call at any other time."""
 
     def __init__(self, call: PlacedCall, make: Callable[..., Any]) -> None:
         super().__init__(call.owner, call.name)
@@ -56,7 +56,7 @@ class Replacement(StandIn):
             self._own = self._own.__func__
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Make the call: in the slot, or by torch's own function."""
+        """Make the call: in the slot, or by the original function."""
         return self._make(self.call, self._own, arguments, named)
 
     def __get__(self, instance: Any, owner: Any) -> Any:
@@ -68,7 +68,7 @@ class Replacement(StandIn):
         return own_call, (CALLS.index(self.call),)
 
     def is_own(self, value: object) -> bool:
-        """Whether a value is torch's own function."""
+        """Whether a value is the original function."""
         return value is self._own
 
 
