@@ -65,12 +65,12 @@ class PlacedCall:
         is_original = isinstance(inspect.getattr_static(self.owner, self.name), _KINDS)
         return is_original and not (self.is_numpys and importlib.util.find_spec("numba"))
 
-    def is_passed_on(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether NumPy passes the call on to a class of its arguments (``__array_function__``)."""
-        if not (self.is_numpys and arguments and type(arguments[0]) in (list, tuple)):
+    def is_passed_on(self, given: tuple[Any, ...]) -> bool:
+        """Whether NumPy passes the call on to a class of what it is given (``__array_function__``)."""
+        if not self.is_numpys:
             return False
-        others = set(map(type, arguments[0])) - {np.ndarray}
-        return any(hasattr(kind, "__array_function__") for kind in others)
+        kinds = {type(part) for one in given for part in (one if type(one) in (list, tuple) else [one])}
+        return any(hasattr(kind, "__array_function__") for kind in kinds - {np.ndarray})
 
     def __str__(self) -> str:
         owner = self.owner.__name__ if self.is_numpys or isinstance(self.owner, type) else "torch"

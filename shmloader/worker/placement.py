@@ -188,7 +188,8 @@ class Placement:
         """Make one call of the program's: in the slot, or by the original function."""
         if not self._running or threading.get_ident() != self._thread:
             return own(*arguments, **named)
-        if torch_private.is_intercepted(arguments) or call.is_passed_on(arguments):
+        given = arguments or tuple(named.values())
+        if torch_private.is_intercepted(given) or call.is_passed_on(given):
             return self._with_own_names(own, arguments, named)
         site = None if "out" in named else self._site(call, frame_of_caller(2))
         if site is None or site.state is _LEFT:
