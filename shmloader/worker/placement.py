@@ -38,6 +38,7 @@ _MOST_KEPT, _MOST_REFUSED = 3, 32
 _WATCHED, _PLACED, _LEFT = "watched", "placed", "left"
 _MISSED = "its results are not in the batch"
 _OTHERS = "its arguments are others than those that can be placed"
+_NONE = "no call's results were in the batch"
 _OFTEN = "the same function is called too often for what is not in the batch"
 _NBYTES_OF_A_CALL = 64 << 10  # what is copied in the time that a call takes longer
 _NOT_RESIZABLE = ("not resizable", "does not own its data")
@@ -281,6 +282,8 @@ class Placement:
             self._to_watch -= 1
             if not self._to_watch:
                 self._end_watch()
+        elif not self._is_placing():
+            self._end(_NONE)
 
     def _weigh(self, results: list[_Result], others: dict[PlacedCall, int]) -> None:
         """Leave the sites of a call that saves less than its replacement takes in all other calls."""
@@ -301,7 +304,7 @@ class Placement:
             if site.state is _WATCHED:
                 self._leave(site, site.why)
         if not self._is_placing():
-            self._end("no call's results were in the batch")
+            self._end(_NONE)
 
     def _is_placing(self) -> bool:
         return any(site.state is _PLACED for site in self._sites.values())
@@ -315,7 +318,8 @@ class Placement:
         self._put_back()
         self.drop()
         for site in self._sites.values():
-            self._leave(site, why)
+            if site.state is not _LEFT:
+                self._leave(site, why)
 
     def drop(self) -> None:
         """Forget the results of a batch that was not published."""
