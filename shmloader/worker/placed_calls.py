@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType
@@ -41,7 +42,7 @@ Place = Callable[[Sequence[int], torch.dtype], torch.Tensor | None]
 SecondWay = Callable[..., torch.Tensor | torch.UntypedStorage | np.ndarray[Any, Any] | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacedCall:
     """One of torch's calls, or of NumPy's."""
 
@@ -62,14 +63,25 @@ class PlacedCall:
 
         Numba has to find NumPy's own calls, in functions that it may compile at any time.
         """
-        is_original = isinstance(inspect.getattr_static(self.owner, self.name), _KINDS)
-        return is_original and not (self.is_numpys and importlib.util.find_spec("numba"))
+        if not isinstance(inspect.getattr_static(self.owner, self.name), _KINDS):
+            return False
+        # A module that a program has put there for it may have no spec, of which `find_spec` raises.
+        return not (self.is_numpys and ("numba" in sys.modules or importlib.util.find_spec("numba")))
 
-    def is_passed_on(self, given: tuple[Any, ...]) -> bool:
-        """Whether NumPy passes the call on to a class of what it is given (``__array_function__``)."""
+    def is_passed_on(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Whether NumPy may pass the call on to a class of what it is given (``__array_function__``)."""
         if not self.is_numpys:
             return False
-        kinds = {type(part) for one in given for part in (one if type(one) in (list, tuple) else [one])}
+        if self.name == "array":  # of which NumPy looks at nothing else; its list may have many numbers
+            return named.get("like") is not None
+        kinds: set[type] = set()
+        for one in (*arguments, *named.values()):
+            if type(one) in (list, tuple):
+                kinds.update(map(type, one))
+            elif hasattr(type(one), "__getitem__"):  # what is in it may have such a class
+                return True
+            else:
+                kinds.add(type(one))
         return any(hasattr(kind, "__array_function__") for kind in kinds - {np.ndarray})
 
     def __str__(self) -> str:
@@ -204,6 +216,8 @@ def _joined(place: Place, own: Any, arrays: Any, shape: Any) -> np.ndarray[Any, 
     if out is None:
         return None
     array = out.numpy()
+    if array.dtype.num != arrays[0].dtype.num:  # "longlong" equals "int64"
+        return None
     own(arrays, axis=0, out=array)
     return array
 
@@ -217,7 +231,8 @@ def _are_arrays(arrays: Any) -> bool:
         first.ndim > 0
         and first.nbytes >= max(_LEAST_PART_NBYTES, LEAST_NBYTES // len(arrays))
         and first.strides == tuple(first.itemsize * step for step in row_major(first.shape))
-        and len({(one.dtype, one.shape[1:], one.strides) for one in arrays}) == 1
+        and first.dtype.metadata is None
+        and len({(one.dtype, one.dtype.num, one.shape[1:], one.strides) for one in arrays}) == 1
     )
 
 

@@ -38,6 +38,9 @@ _MOST_KEPT, _MOST_REFUSED = 3, 32
 _WATCHED, _PLACED, _LEFT = "watched", "placed", "left"
 _MISSED = "its results are not in the batch"
 _OTHERS = "its arguments are others than those that can be placed"
+_NONE = "no call's results were in the batch"
+_OFTEN = "the same function is called too often for what is not in the batch"
+_NBYTES_OF_A_CALL = 64 << 10  # what is copied in the time that a call takes longer
 _NOT_RESIZABLE = ("not resizable", "does not own its data")
 
 
@@ -53,11 +56,11 @@ class _Site:
     refused: int = 0  # calls in a row that could not be made in the slot
     why: str = "noticed in one batch only"
 
-    def judge(self, *, arrived: bool) -> bool:
+    def judge(self, *, arrived: bool, why: str = _MISSED) -> bool:
         """Learn whether all results of a batch arrived; whether that decides if its results are placed."""
         if not arrived:
             self.misses += 1
-            return (self.state is _WATCHED or self.misses >= _CHANCES) and self.leave(_MISSED)
+            return (self.state is _WATCHED or self.misses >= _CHANCES) and self.leave(why)
         self.arrived += 1
         if self.state is _WATCHED and self.arrived >= _CHANCES:
             self.state = _PLACED
@@ -94,6 +97,7 @@ class Placement:
         self._sites: dict[tuple[Any, int], _Site] = {}
         self._results: list[_Result] = []
         self._to_watch = _WATCHED_BATCHES
+        self._others: dict[PlacedCall, int] = {}  # calls in this batch of which none is placed
         self._small = self._kept = 0
         self._changed = False
         self._version = 0  # grows when a site is left, and when no more are looked for
@@ -146,7 +150,8 @@ class Placement:
             return function(argument)
         except BaseException as error:
             self.drop()
-            if type(error) in (RuntimeError, ValueError) and any(one in str(error) for one in _NOT_RESIZABLE):
+            is_resize = type(error) in (RuntimeError, ValueError) and self._is_placing()
+            if is_resize and any(one in str(error) for one in _NOT_RESIZABLE):
                 self._end("a result was resized by a call that cannot be seen")
                 add_note(
                     error, "a result that shmloader made in the batch's slot; place_results=False avoids it"
@@ -188,11 +193,16 @@ class Placement:
         """Make one call of the program's: in the slot, or by the original function."""
         if not self._running or threading.get_ident() != self._thread:
             return own(*arguments, **named)
-        given = arguments or tuple(named.values())
-        if torch_private.is_intercepted(given) or call.is_passed_on(given):
-            return self._with_own_names(own, arguments, named)
         site = None if "out" in named else self._site(call, frame_of_caller(2))
         if site is None or site.state is _LEFT:
+            site = None
+            self._others[call] = self._others.get(call, 0) + 1
+        goes_on = call.is_passed_on(arguments, named)
+        if not goes_on and (site is not None or not call.is_numpys):
+            goes_on = torch_private.is_intercepted((*arguments, *named.values()))
+        if goes_on:
+            return self._with_own_names(own, arguments, named)
+        if site is None:
             return own(*arguments, **named)
         if site.state is _PLACED:
             result = self._in_slot(site, arguments, named)
@@ -255,6 +265,7 @@ class Placement:
     def settle(self, leaves: list[tuple[int, int]], batch_nbytes: int) -> None:
         """Learn from a batch: the addresses and sizes of its leaves show which results have reached it."""
         results, self._results = self._results, []
+        others, self._others = self._others, {}
         if batch_nbytes < _LEAST_BATCH_NBYTES:
             self._small += 1
             if self._small >= _WATCHED_BATCHES:
@@ -266,10 +277,22 @@ class Placement:
         for site in dict.fromkeys(result.site for result in results):
             if site.judge(arrived=site not in missed):
                 self._note_change()
+        self._weigh(results, others)
         if self._to_watch:
             self._to_watch -= 1
             if not self._to_watch:
                 self._end_watch()
+        elif not self._is_placing():
+            self._end(_NONE)
+
+    def _weigh(self, results: list[_Result], others: dict[PlacedCall, int]) -> None:
+        """Leave the sites of a call that saves less than its replacement takes in all other calls."""
+        for call, count in others.items():
+            placed = [one for one in results if one.site.call is call and one.site.state is _PLACED]
+            if count * _NBYTES_OF_A_CALL > sum(one.end - one.begin for one in placed):
+                for site in dict.fromkeys(one.site for one in placed):
+                    if site.judge(arrived=False, why=_OFTEN):
+                        self._note_change()
 
     def _note_change(self) -> None:
         self._changed = True
@@ -280,8 +303,11 @@ class Placement:
         for site in self._sites.values():
             if site.state is _WATCHED:
                 self._leave(site, site.why)
-        if not any(site.state is _PLACED for site in self._sites.values()):
-            self._end("no call's results were in the batch")
+        if not self._is_placing():
+            self._end(_NONE)
+
+    def _is_placing(self) -> bool:
+        return any(site.state is _PLACED for site in self._sites.values())
 
     def _leave(self, site: _Site, why: str) -> None:
         site.leave(why)
@@ -292,11 +318,13 @@ class Placement:
         self._put_back()
         self.drop()
         for site in self._sites.values():
-            self._leave(site, why)
+            if site.state is not _LEFT:
+                self._leave(site, why)
 
     def drop(self) -> None:
         """Forget the results of a batch that was not published."""
         self._results.clear()
+        self._others.clear()
 
     def note_kept(self) -> None:
         """The program keeps tensors of a batch, which were moved out of the slot: it may resize them."""

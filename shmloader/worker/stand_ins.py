@@ -18,6 +18,7 @@ class StandIn:
         self._owner, self._name = owner, name
         self._before = vars(owner).get(name)  # None for what a class inherits
         self._own = getattr(owner, name)
+        self.__doc__ = self._own.__doc__
 
     def replace(self) -> None:
         """Take the name, unless the program has given it a function of its own."""
@@ -41,6 +42,14 @@ class StandIn:
     def __repr__(self) -> str:
         return repr(self._own)
 
+    # A program may look it up in a dict that has the function for its key.
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._own == other
+
+    def __hash__(self) -> int:
+        return hash(self._own)
+
     def __reduce__(self) -> Any:
         return getattr, (self._owner, self._name)
 
@@ -62,7 +71,8 @@ class Replacement(StandIn):
     def __get__(self, instance: Any, owner: Any) -> Any:
         if self.call.of_class:
             return functools.partial(self, owner)
-        return self if instance is None else functools.partial(self, instance)
+        binds = instance is not None and hasattr(type(self._own), "__get__")
+        return functools.partial(self, instance) if binds else self
 
     def __reduce__(self) -> Any:
         return own_call, (CALLS.index(self.call),)

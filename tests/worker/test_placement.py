@@ -394,7 +394,8 @@ def test_a_resize_that_cannot_be_seen_says_how_to_avoid_it() -> None:
 
 def resizes_an_array(rows: list[torch.Tensor]) -> Any:
     made = np.stack([row.numpy() for row in rows])
-    made.resize((40, 4096), refcheck=False)
+    if rows[0][0] >= 4 * 32:  # one that is resized before, and so moved, is not in the batch
+        made.resize((40, 4096), refcheck=False)
     return made
 
 
@@ -409,7 +410,7 @@ def test_an_array_that_cannot_be_resized_in_the_slot_says_how_to_avoid_it() -> N
     assert len(errors) == 1, "placement ends with the first"
     assert "does not own its data" in errors[0]
     assert "place_results=False" in errors[0]
-    assert [batch.shape for batch in batches] == [(40, 4096)] * 9
+    assert [batch.shape for batch in batches] == [(32, 4096)] * 4 + [(40, 4096)] * 5
 
 
 def test_numpys_names_stay_where_numba_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
