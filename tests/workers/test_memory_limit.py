@@ -161,7 +161,7 @@ def test_closing_meanwhile_leaves_nothing() -> None:
             pass
         family = [psutil.Process(child.pid) for child in active_children()]
         loader.close()
-        assert not wait_gone(family, 5)[1]
+        assert not wait_gone(family, 30)[1]
 
 
 # --- what is refused
