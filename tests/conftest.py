@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from warm_python.cheap_forks import collapse_pages
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Ignored in the background of a shell; the programs that tests interrupt would inherit that.
@@ -90,9 +91,13 @@ def _with_each_value(product: list[pytest.Function], seed: str) -> Iterator[pyte
 
 
 def pytest_collection_finish() -> None:
-    """Freeze modules and tests, so that the many garbage collections of tests and guard leave them out."""
+    """Freeze modules and tests, so that the many garbage collections of tests and guard leave them out.
+
+    Their memory is most of this process, and each test's workers are forks of it.
+    """
     gc.collect()
     gc.freeze()
+    collapse_pages()
 
 
 # Seconds that a process, thread or descriptor may take to go away after its test, also on a loaded machine.
