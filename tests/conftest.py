@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 from warm_python.cheap_forks import collapse_pages
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -38,6 +39,9 @@ multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
 
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
+if not LONG:  # a sample of the random runs of tests that name no number
+    settings.register_profile("sample", max_examples=30)
+    settings.load_profile("sample")
 LONG_TIMEOUT_S = 1800  # of a test with all its random runs
 LONG_FILES = frozenset(
     """

@@ -37,7 +37,7 @@ def test_each_batch_comes_to_one_of_them(threads: int) -> None:
 
 
 def test_a_thread_that_waits_for_another_one_is_let_go_when_the_loader_is_closed() -> None:
-    loader = DataLoader(Numbered(4, delay_s=30), num_workers=1)
+    loader = DataLoader(Numbered(4, delay_s=3), num_workers=1)
     iterator = iter(loader)
     errors: list[BaseException] = []
 

@@ -128,7 +128,7 @@ def test_a_shared_epoch_value_reaches_persistent_workers(kind: str, start_method
 
 
 def test_closing_from_another_thread_ends_a_waiting_next() -> None:
-    loader = DataLoader(Sleeps(64, 60.0, at=4), batch_size=4, num_workers=1)
+    loader = DataLoader(Sleeps(64, 2.5, at=4), batch_size=4, num_workers=1)
     iterator = iter(loader)
     next(iterator)
     closer = threading.Timer(0.3, loader.close)
