@@ -379,21 +379,26 @@ def test_a_cancelled_task_loses_no_batch() -> None:
 
 def test_ctrl_c_in_asyncio_loses_no_batch() -> None:
     """``asyncio.run`` cancels the task; the same pass goes on in the next one."""
-    with loader_of(Numbered(60, delay_s=0.01)) as loader:
+    dataset = Held(90)
+    dataset.released.set()
+    with loader_of(dataset) as loader:
         iterator, found = iter(loader), []
 
         async def take(interrupt_after: int) -> None:
+            left = interrupt_after
             async for batch in aiter(iterator):
                 found.append(batch[0, 0].item())
-                if len(found) == interrupt_after:
-                    timer = threading.Timer(0.015, lambda: os.kill(os.getpid(), 2))
-                    timer.start()
+                left -= 1
+                if left == 0:
+                    dataset.released.clear()  # so that it waits when Ctrl-C comes
+                    threading.Timer(0.015, lambda: os.kill(os.getpid(), 2)).start()
 
-        for number in range(2, 12, 3):
+        for number in range(1, 5):
             with pytest.raises(KeyboardInterrupt):
                 asyncio.run(take(number))
+            dataset.released.set()
         asyncio.run(take(-1))
-        assert found == list(range(0, 60, 3))
+        assert found == list(range(0, 90, 3))
 
 
 def test_tasks_that_share_an_iterator_get_each_batch_once_and_other_tasks_run() -> None:
