@@ -26,8 +26,9 @@ class Functions(Dataset[torch.Tensor]):
         modules = sorted(Path(statistics.__file__).parent.glob("[ab]*.py"))
         sources = [path.read_text(encoding="utf-8") for path in modules]
         texts = [
-            (ast.get_source_segment(source, node) or "").encode()[:LONGEST]
+            "\n".join(lines[node.lineno - 1 : node.end_lineno]).encode()[:LONGEST]
             for source in sources
+            for lines in [source.splitlines()]
             for node in ast.walk(ast.parse(source))
             if isinstance(node, ast.FunctionDef)
         ]

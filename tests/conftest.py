@@ -22,6 +22,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+from warm_python.cheap_forks import collapse_pages
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Ignored in the background of a shell; the programs that tests interrupt would inherit that.
@@ -37,6 +39,9 @@ multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
 
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
+if not LONG:  # a sample of the random runs of tests that name no number
+    settings.register_profile("sample", max_examples=30)
+    settings.load_profile("sample")
 LONG_TIMEOUT_S = 1800  # of a test with all its random runs
 LONG_FILES = frozenset(
     """
@@ -90,15 +95,20 @@ def _with_each_value(product: list[pytest.Function], seed: str) -> Iterator[pyte
 
 
 def pytest_collection_finish() -> None:
-    """Freeze modules and tests, so that the many garbage collections of tests and guard leave them out."""
+    """Freeze modules and tests, so that the many garbage collections of tests and guard leave them out.
+
+    Their memory is most of this process, and each test's workers are forks of it.
+    """
     gc.collect()
     gc.freeze()
+    collapse_pages()
 
 
 # Seconds that a process, thread or descriptor may take to go away after its test, also on a loaded machine.
 GRACE_S = float(os.environ.get("SHMLOADER_TEST_GRACE_S", "20"))
 
 SHM_DIR = Path("/dev/shm")
+SHM_MAPPED = (b"/memfd:", b"%b/" % os.fsencode(SHM_DIR))  # in lines of /proc/PID/maps
 TORCH_NAME = re.compile(r"torch_(\d+)_")  # how torch names a shared file, with its maker's pid
 
 # Every process started from here inherits this variable, which is how the guard knows a process
@@ -234,17 +244,17 @@ def _is_interpreters_own(process: psutil.Process, parent: int) -> bool:
 
 def _descriptors() -> dict[int, tuple[str, int, int]]:
     found = {}
-    for link in Path("/proc/self/fd").iterdir():
+    for name in os.listdir("/proc/self/fd"):
         try:
-            target, status = link.readlink(), link.stat()
+            target, status = os.readlink(f"/proc/self/fd/{name}"), os.fstat(int(name))
         except OSError:  # the descriptor that listed the directory
             continue
-        found[int(link.name)] = (str(target), status.st_dev, status.st_ino)
+        found[int(name)] = (target, status.st_dev, status.st_ino)
     return found
 
 
 def _shm_entries() -> frozenset[str]:
-    return frozenset(entry.name for entry in SHM_DIR.iterdir()) if SHM_DIR.is_dir() else frozenset()
+    return frozenset(os.listdir(SHM_DIR)) if SHM_DIR.is_dir() else frozenset()
 
 
 def _shm_mappings() -> frozenset[tuple[str, int]]:
@@ -252,8 +262,11 @@ def _shm_mappings() -> frozenset[tuple[str, int]]:
 
     A line of the file is: address, permissions, offset, device, inode and, after blanks, the path.
     """
-    lines = Path("/proc/self/maps").read_text().splitlines()  # thousands
-    fields = [line.split(maxsplit=5) for line in lines if "/memfd:" in line or f"{SHM_DIR}/" in line]
+    maps = Path("/proc/self/maps").read_bytes()  # thousands of lines, and mostly none of them is one
+    if not any(part in maps for part in SHM_MAPPED):
+        return frozenset()
+    lines = [line for line in maps.splitlines() if any(part in line for part in SHM_MAPPED)]
+    fields = [os.fsdecode(line).split(maxsplit=5) for line in lines]
     return frozenset((field[5], int(field[4])) for field in fields)
 
 

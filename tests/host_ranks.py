@@ -55,7 +55,7 @@ class Rank:
             pipe.send({"built": bool(built), "inode": inode, "equal": shared == ROWS})
         pipe.recv()
 
-    def hear(self, timeout_s: float = 20) -> Any:
+    def hear(self, timeout_s: float = 60) -> Any:
         """The rank's next message; "building" comes first from the rank that builds."""
         assert self._ours.poll(timeout_s), "the rank says nothing"
         return self._ours.recv()
@@ -88,7 +88,7 @@ def build_slowly() -> Any:
 
 
 def build_never() -> Any:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def servers() -> list[psutil.Process]:
@@ -102,7 +102,7 @@ def servers() -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10) -> bool:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> bool:
     end_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end_s:

@@ -178,8 +178,8 @@ class LeakingOnce(Leaking):
 
 # Forked from a small process: of a large one workers copy more, and it takes longer to read what they have.
 SMALL = {"multiprocessing_context": "forkserver"}
-LIMIT_NBYTES = 160 << 20
-LEAK_NBYTES = 6 << 20
+LIMIT_NBYTES = 48 << 20  # a new worker has 9 MiB of its own
+LEAK_NBYTES = 2 << 20
 Batches = list[dict[str, Any]]
 
 

@@ -70,7 +70,7 @@ class Late(Plain):
     def __getitem__(self, index: int) -> torch.Tensor:
         assert self.log is not None
         info = torch.utils.data.get_worker_info()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while index == 0 and info is not None and info.num_workers > 1:
             if self.log.exists() and len(self.log.read_text().split()) >= 16:
                 break

@@ -48,7 +48,7 @@ def cgroup(controller: str, version_1: dict[str, str], version_2: dict[str, str]
 
 
 def _remove(folder: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             folder.rmdir()

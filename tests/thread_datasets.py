@@ -125,7 +125,7 @@ class Meeting(Dataset[int]):
         return self.length
 
     def __getitem__(self, index: int) -> int:
-        self.barrier.wait(30)
+        self.barrier.wait(60)
         return index
 
 

@@ -327,7 +327,7 @@ def test_wait_returns_after_its_timeout_and_at_once_if_something_is_there() -> N
     first, second = Queue(1), Queue(1)
     began_s = time.monotonic()
     assert shmloader.wait([first, second], timeout=0.2) == []
-    assert 0.2 <= time.monotonic() - began_s < 5
+    assert 0.2 <= time.monotonic() - began_s < 30
     second.put(1)
     assert shmloader.wait([first, second], timeout=0) == [second]
     assert shmloader.wait([first, second]) == [second]
@@ -343,7 +343,7 @@ def test_selectors_see_what_is_there() -> None:
         one.put(1)
         one.put(torch.ones(100_000))
         for _ in range(2):
-            assert [key.fileobj for key, _ in selector.select(timeout=5)] == [one]
+            assert [key.fileobj for key, _ in selector.select(timeout=60)] == [one]
             one.get()
         assert selector.select(timeout=0) == []
     one.close()
@@ -414,7 +414,7 @@ def test_closing_ends_a_wait_in_another_thread() -> None:
     thread.start()
     time.sleep(0.2)
     one.close()
-    thread.join(10)
+    thread.join(60)
     assert errors == ["this process has closed the queue"]
 
 
@@ -431,7 +431,11 @@ def test_the_producer_hears_that_the_consumer_closed(warm_helpers: None) -> None
     one.close()
 
 
-def test_the_producer_hears_of_it_where_a_thread_of_the_consumer_waits(warm_helpers: None) -> None:
+def test_the_producer_hears_of_it_where_a_thread_of_the_consumer_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shmloader.channel.end.LOOK_S", 0.05)  # forked with it
+
     def waits(one: Queue) -> None:
         with pytest.raises(QueueClosed):
             one.get()
@@ -445,9 +449,9 @@ def test_the_producer_hears_of_it_where_a_thread_of_the_consumer_waits(warm_help
 
     one = Queue(1)
     with process("fork", consume, one), pytest.raises(QueueClosed, match="has closed it"):
-        time.sleep(1.5)  # until then it waits
+        time.sleep(0.5)  # until then it waits
         while True:
-            one.put(1, timeout=10)
+            one.put(1, timeout=60)
     one.close()
 
 

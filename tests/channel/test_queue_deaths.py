@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -10,6 +11,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -56,7 +59,7 @@ def test_all_that_a_killed_producer_had_put_comes_and_then_its_name(
     assert (raised.value.pid, raised.value.exit_code) == (process.pid, -number)
     with pytest.raises(PeerDied):
         one.get_nowait()
-    assert shmloader.wait([one], timeout=10) == [one]
+    assert shmloader.wait([one], timeout=60) == [one]
     end(process)
     one.close()
 
@@ -105,8 +108,10 @@ def test_a_process_that_was_killed_before_it_could_note_itself() -> None:
         dies = []
         os.register_at_fork(after_in_child=lambda: dies and os.kill(os.getpid(), signal.SIGKILL))
         import pytest
+        import shmloader.channel.end
         from shmloader import PeerDied, Queue
 
+        shmloader.channel.end.LOOK_S = 0.1
         if not (lives := os.fork()):
             time.sleep(600)
         one = Queue(2)
@@ -114,7 +119,7 @@ def test_a_process_that_was_killed_before_it_could_note_itself() -> None:
         if not os.fork():
             raise AssertionError
         with pytest.raises(queue.Empty):  # a child lives, which may come
-            one.get(timeout=1.5)
+            one.get(timeout=0.4)
         os.kill(lives, signal.SIGKILL)
         with pytest.raises(PeerDied, match="no process puts into this queue any more"):
             one.get()
@@ -122,15 +127,17 @@ def test_a_process_that_was_killed_before_it_could_note_itself() -> None:
     )
 
 
-def test_a_thread_may_put_although_a_process_has_ended() -> None:
+def test_a_thread_may_put_although_a_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it looks meanwhile whether somebody lives."""
+    monkeypatch.setattr("shmloader.channel.end.LOOK_S", 0.02)
     one, got = Queue(2), []
     thread = threading.Thread(target=lambda: got.append(one.get()))
     thread.start()
     process = start("fork", die, one, 3)
     process.join()
-    time.sleep(1.5)
+    time.sleep(0.3)
     one.put(5)
-    thread.join(10)
+    thread.join(60)
     assert got == [5]
     end(process)
     one.close()
@@ -210,20 +217,19 @@ def test_a_death_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_left_when_all_are_killed() -> None:
     """Both ends and the process that made the queue, while objects wait and are written."""
-    before = shared_nbytes()
+    mine = slots_of(os.getpid())
     for _ in range(3):
         maker = start("fork", _make_and_run)
-        time.sleep(0.5)
-        family = [psutil.Process(maker.pid), *psutil.Process(maker.pid).children(recursive=True)]
+        me = psutil.Process(maker.pid)
+        wait_until(lambda me=me: len(me.children()) == 2 and all(slots_of(one.pid) for one in me.children()))
+        family = [me, *me.children()]
+        slots = set().union(*(slots_of(one.pid) for one in family)) - mine
+        assert slots
         for one in family:
             one.kill()
         maker.join()
-        psutil.wait_procs(family, timeout=10)
         maker.close()
-    deadline = time.monotonic() + 60  # other programs have shared memory for a while
-    while shared_nbytes() - before >= 8 << 20 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert shared_nbytes() - before < 8 << 20
+        wait_until(lambda slots=slots: not any(slots & slots_of(pid) for pid in psutil.pids()))
 
 
 def _make_and_run() -> None:
@@ -233,9 +239,23 @@ def _make_and_run() -> None:
     time.sleep(60)
 
 
-def shared_nbytes() -> int:
-    """Shared memory of the whole machine."""
-    return int(psutil.virtual_memory().shared)
+def slots_of(pid: int) -> set[str]:
+    """The files of slots that a process has open or mapped, by inode: nobody else's are among them."""
+    found = set()
+    with contextlib.suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        found = {line.split()[4] for line in lines if "/memfd:shmloader-slots" in line}
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if "/memfd:shmloader-slots" in os.readlink(link):
+                found.add(str(link.stat().st_ino))
+    return found
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 # --- interrupts

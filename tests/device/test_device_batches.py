@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from robustness.processes import LONG
 from scripted_driver import ScriptedDriver
 from table_machine import grant, publish
 
@@ -146,7 +147,7 @@ class DeviceMachine(RuleBasedStateMachine):
 
 
 TestDevice = DeviceMachine.TestCase
-TestDevice.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestDevice.settings = settings(max_examples=80 if LONG else 20, stateful_step_count=60, deadline=None)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from robustness.processes import LONG
 from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver
 from table_machine import TableMachine, grant, make_in_vain, publish
 
@@ -92,7 +93,7 @@ class GuardedMachine(TableMachine):
 
 
 TestGuarded = GuardedMachine.TestCase
-TestGuarded.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestGuarded.settings = settings(max_examples=80 if LONG else 20, stateful_step_count=60, deadline=None)
 
 
 @pytest.fixture

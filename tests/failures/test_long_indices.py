@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -42,6 +43,7 @@ class Fails(Dataset):
 
     def __init__(self, what: str) -> None:
         self.what = what
+        self.sleeps = multiprocessing.get_context("fork").Event()
 
     def __len__(self) -> int:
         return 8
@@ -54,6 +56,7 @@ class Fails(Dataset):
         if self.what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.what == "sleep":
+            self.sleeps.set()
             time.sleep(60)
         return index if self.what == "return" else torch.zeros(1)
 
@@ -120,9 +123,13 @@ def test_a_worker_that_died() -> None:
 
 
 def test_a_worker_that_does_not_answer() -> None:
-    loader = DataLoader(Fails("sleep"), batch_size=None, sampler=[INDICES["a key"]], num_workers=1, timeout=1)
+    dataset = Fails("sleep")
+    loader = DataLoader(dataset, batch_size=None, sampler=[INDICES["a key"]], num_workers=1, timeout=0.3)
+    iterator = iter(loader)
+    assert dataset.sleeps.wait(60)
     with pytest.raises(WorkerTimeout) as caught:
-        next(iter(loader))
+        next(iterator)
+    iterator._workers[0].kill()  # closing would wait for it
     first, *stack = str(caught.value).split("\n")
     _, indices = first.split("; outstanding index batches: ")
     assert len(indices) == LINE

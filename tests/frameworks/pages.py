@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_python import warm_python
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = REPOSITORY / "docs" / "integrations"
 
 
 def outcome(page: str, mode: str) -> dict[str, Any]:
-    """Run a page's program in an interpreter of its own; see `run_page`."""
-    program = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(PAGES / page), mode]
+    """Run a page's program in a process of its own; see `run_page`."""
+    program = [*warm_python(), str(Path(__file__).with_name("run_page.py")), str(PAGES / page), mode]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -7,6 +7,7 @@ Lightning and accelerate make of such a loader, too.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -82,20 +83,33 @@ def directly(loader: Any) -> Any:
 
 
 def by_lightning(loader: Any) -> Any:
-    utilities = pytest.importorskip("lightning.pytorch.utilities.data")
+    from lightning.pytorch.utilities import data as utilities
+
     return utilities._update_dataloader(loader, loader.sampler)
 
 
 def by_accelerate(loader: Any) -> Any:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     return accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
+
+
+def needing(library: str, rebuild: Any) -> Any:
+    """A parameter that is skipped where a library is missing, before anything is built."""
+    reason = f"{library} is not installed: make test-integrations"
+    return pytest.param(
+        rebuild, marks=pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=reason)
+    )
 
 
 def dataset_of(name: str, value: Any) -> Any:
     return Numbers(8) if name in ("shard", "snapshot_every_n_steps") else list(range(8))
 
 
-@pytest.mark.parametrize("rebuild", [directly, by_lightning, by_accelerate])
+@pytest.mark.parametrize(
+    "rebuild",
+    [directly, needing("lightning", by_lightning), needing("accelerate", by_accelerate)],
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("name", "value"), [(name, value) for name, values in VALUES.items() for value in values]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Ends, Numbered
+from robustness.processes import LONG
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -63,7 +64,7 @@ def _samplers(draw: st.DrawFn) -> tuple[Any, torch.Generator | None]:
     return BatchSampler(sampler, max(batch_size, LEAST_PACKED), draw(st.booleans())), generator
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if LONG else 50, deadline=None)
 @given(_samplers(), st.integers(0, 1 << 32))
 def test_the_same_batches_and_the_same_draws(case: tuple[Any, torch.Generator | None], seed: int) -> None:
     sampler, generator = case
@@ -78,7 +79,7 @@ def test_the_same_batches_and_the_same_draws(case: tuple[Any, torch.Generator | 
     assert found[0] == found[1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if LONG else 30, deadline=None)
 @given(_samplers())
 def test_runs_are_the_batches_of_a_sequential_sampler(case: tuple[Any, torch.Generator | None]) -> None:
     sampler, _ = case
@@ -104,7 +105,7 @@ def test_a_batch_size_that_is_changed_between_runs_counts_as_in_torch(batch_size
     assert found[0] == found[1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100 if LONG else 30, deadline=None)
 @given(_samplers(), st.integers(1, 30))
 def test_batches_that_are_skipped_are_drawn_all_the_same(
     case: tuple[Any, torch.Generator | None], skip: int

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 
 from shmloader import ResumeError
 from shmloader.indices import compact_states
@@ -19,7 +20,7 @@ def there(text: str) -> torch.Tensor:
     return generator.get_state()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if LONG else 15, deadline=None)
 @given(
     seed=st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1)),
     draws=st.lists(st.one_of(st.integers(0, 2000), st.integers(16_380, 16_400), st.just(70_000)), max_size=4),

@@ -298,20 +298,21 @@ class Hangs(Numbered):
 @pytest.mark.parametrize("waits_for", [polled, in_asyncio])
 def test_a_hang_ends_with_the_timeout(waits_for: WaitsFor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmloader.workers.processes._STOP_S", 0.1)
-    monkeypatch.setitem(globals(), "DEADLINE_S", 0.05)  # polling ends by itself, as a program's does
 
-    with (
-        loader_of(Hangs(30), timeout=0.5) as loader,
-        pytest.raises(shmloader.WorkerTimeout, match="__getitem__"),
-    ):
-        if waits_for is in_asyncio:
-            in_asyncio(loader)
-        iterator = iter(loader)
+    def poll_until_the_end(iterator: Any) -> None:
         while True:
             try:
                 iterator.try_next()
             except NotReady:
                 select.select([iterator], [], [], 0.05)
+
+    with loader_of(Hangs(30), timeout=0.5) as loader:
+        iterator, said = iter(loader), [""]
+        while "__getitem__" not in said[-1] and len(said) < 50:  # a busy machine takes long to start workers
+            with pytest.raises(shmloader.WorkerTimeout) as raised:
+                in_asyncio(iterator) if waits_for is in_asyncio else poll_until_the_end(iterator)
+            said.append(str(raised.value))
+        assert "__getitem__" in said[-1]
 
 
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
@@ -378,46 +379,51 @@ def test_a_cancelled_task_loses_no_batch() -> None:
 
 def test_ctrl_c_in_asyncio_loses_no_batch() -> None:
     """``asyncio.run`` cancels the task; the same pass goes on in the next one."""
-    with loader_of(Numbered(60, delay_s=0.01)) as loader:
+    dataset = Held(90)
+    dataset.released.set()
+    with loader_of(dataset) as loader:
         iterator, found = iter(loader), []
 
         async def take(interrupt_after: int) -> None:
+            left = interrupt_after
             async for batch in aiter(iterator):
                 found.append(batch[0, 0].item())
-                if len(found) == interrupt_after:
-                    timer = threading.Timer(0.015, lambda: os.kill(os.getpid(), 2))
-                    timer.start()
+                left -= 1
+                if left == 0:
+                    dataset.released.clear()  # so that it waits when Ctrl-C comes
+                    threading.Timer(0.015, lambda: os.kill(os.getpid(), 2)).start()
 
-        for number in range(2, 12, 3):
+        for number in range(1, 5):
             with pytest.raises(KeyboardInterrupt):
                 asyncio.run(take(number))
+            dataset.released.set()
         asyncio.run(take(-1))
-        assert found == list(range(0, 60, 3))
+        assert found == list(range(0, 90, 3))
 
 
 def test_tasks_that_share_an_iterator_get_each_batch_once_and_other_tasks_run() -> None:
-    async def run(loader: Any) -> tuple[list[int], int]:
-        batches, found, steps = aiter(loader), [], 0
+    """The first sample waits for another task."""
+
+    async def run(loader: Any) -> list[int]:
+        batches, found = aiter(loader), []
 
         async def take() -> None:
             async for batch in batches:
                 found.append(batch[0, 0].item())
 
         async def count() -> None:
-            nonlocal steps
-            while True:
+            for _ in range(10):
                 await asyncio.sleep(0.001)
-                steps += 1
+            dataset.released.set()
 
         counting = asyncio.create_task(count())
         await asyncio.gather(take(), take(), take())
         counting.cancel()
-        return found, steps
+        return found
 
-    with loader_of(Numbered(90, delay_s=0.001)) as loader:
-        found, steps = asyncio.run(run(loader))
-    assert found == list(range(0, 90, 3))
-    assert steps > 10
+    dataset = Held(90)
+    with loader_of(dataset) as loader:
+        assert asyncio.run(run(loader)) == list(range(0, 90, 3))
 
 
 def test_other_tasks_run_between_batches_that_are_here() -> None:
@@ -508,7 +514,7 @@ def test_the_programs_of_the_page(heading: str, tmp_path: Path) -> None:
     assert program
     (tmp_path / "program.py").write_text(program[1])
     command = [*warm_python(), "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)
     lines = done.stdout.splitlines()
     assert [line for line in lines if line != "alive"] == ["28.0", "92.0", "156.0", "220.0"]
     assert lines.count("alive") >= (5 if heading == "asyncio" else 0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -238,10 +238,12 @@ def test_an_epoch_that_could_not_be_begun_loses_no_call() -> None:
 
 
 def test_calls_that_were_sent_are_not_sent_again_when_the_wait_for_workers_fails() -> None:
+    go_on = multiprocessing.get_context("fork").Event()
+
     class SlowCounts(Counts):
         def __getitem__(self, index: int) -> Any:
             if index == 1 and self.state == 0:
-                time.sleep(3)
+                go_on.wait()
             return super().__getitem__(index)
 
     with DataLoader(SlowCounts(), num_workers=1, persistent_workers=True, timeout=1) as loader:
@@ -249,7 +251,7 @@ def test_calls_that_were_sent_are_not_sent_again_when_the_wait_for_workers_fails
         loader.set_epoch(1)
         with pytest.raises(WorkerTimeout):
             iter(loader)
-        time.sleep(3)
+        go_on.set()
         assert list(loader) == [["1"]] * 4
 
 

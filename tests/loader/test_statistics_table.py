@@ -40,16 +40,16 @@ def iterated(dataset: Any, loop_s: float, epochs: int = 1, **arguments: Any) -> 
 
 
 def test_slow_workers_are_the_bottleneck() -> None:
-    figures = iterated(Slow(0.025, 80), 0.0, num_workers=1, worker_type="thread")
+    figures = iterated(Slow(0.025, 40), 0.0, num_workers=1, worker_type="thread")
     assert figures.verdict.startswith("The workers are the bottleneck: next() waited ")
-    assert figures.iterating_s >= figures.wait_for_workers_s >= 1.0
+    assert figures.iterating_s >= figures.wait_for_workers_s >= 0.5
     assert figures.wait_for_first_batches_s < figures.wait_for_workers_s / 2
 
 
 def test_a_slow_loop_is_the_bottleneck() -> None:
-    figures = iterated(Slow(0.0, 160), 0.05, num_workers=1, worker_type="thread")
+    figures = iterated(Slow(0.0, 80), 0.05, num_workers=1, worker_type="thread")
     assert figures.verdict.startswith("Your loop is the bottleneck: next() waited ")
-    assert figures.iterating_s >= 39 * 0.05  # the loop's work after the last batch is not between two calls
+    assert figures.iterating_s >= 19 * 0.05  # the loop's work after the last batch is not between two calls
 
 
 def start_slowly(_: int) -> None:
@@ -72,13 +72,18 @@ def test_the_start_of_the_workers_is_the_bottleneck(persistent: bool) -> None:
 def test_workers_that_make_one_batch_each_are_the_bottleneck(persistent: bool, epochs: int) -> None:
     """next() waits only for first batches, and the workers take that long to make them."""
     figures = iterated(
-        Slow(0.3, 12), 0.0, epochs, num_workers=3, worker_type="thread", persistent_workers=persistent
+        Slow(0.3 / epochs, 12),
+        0.0,
+        epochs,
+        num_workers=3,
+        worker_type="thread",
+        persistent_workers=persistent,
     )
     assert figures.verdict.startswith("The first batches of epochs are the bottleneck: next() waited ")
     assert figures.verdict.endswith(
         " s of it for them. Longer epochs would help, or quicker samples, and prefetch_epochs=True may."
     )
-    assert figures.wait_for_first_batches_s >= epochs * 1.2 - 0.1
+    assert figures.wait_for_first_batches_s >= 1.2 - 0.1
     assert figures.wait_for_starts_s < figures.wait_for_first_batches_s / 2
 
 
@@ -96,7 +101,7 @@ class Large(Slow):
 
 @pytest.mark.parametrize("bad", [0, 8])
 def test_what_a_first_batch_takes_in_pieces_or_to_be_left_out_is_no_start(bad: int) -> None:
-    dataset = Large(0.3, 12 if bad else 4)
+    dataset = Large(0.2, 12 if bad else 4)
     dataset.bad = bad
     given: dict[str, Any] = {"on_error": "skip"} if bad else {"memory_budget_nbytes": 1 << 16}
     with warnings.catch_warnings():
@@ -104,7 +109,7 @@ def test_what_a_first_batch_takes_in_pieces_or_to_be_left_out_is_no_start(bad: i
         figures = iterated(dataset, 0.0, num_workers=1, worker_type="thread", **given)
     assert figures.verdict.startswith("The first batches of epochs are the bottleneck: next() waited ")
     assert figures.wait_for_starts_s < 0.6
-    assert figures.wait_for_first_batches_s >= (3.6 if bad else 1.2) - 0.1
+    assert figures.wait_for_first_batches_s >= (2.4 if bad else 0.8) - 0.1
 
 
 def test_the_first_epoch_of_persistent_workers_counts_as_start_and_no_other() -> None:
@@ -139,9 +144,9 @@ def test_time_outside_of_epochs_does_not_count(workers: int) -> None:
         for _ in range(2):
             iterator = iter(loader)
             next(iterator)
-            time.sleep(0.5)  # the epoch is left here, or continues without counting later batches
+            time.sleep(0.2)  # the epoch is left here, or continues without counting later batches
         list(loader)
-        assert loader.statistics().iterating_s < time.perf_counter() - began_s - 2 * 0.5
+        assert loader.statistics().iterating_s < time.perf_counter() - began_s - 2 * 0.2
 
 
 def test_the_table_has_units_and_leaves_out_what_did_not_happen() -> None:

@@ -37,7 +37,7 @@ def test_each_batch_comes_to_one_of_them(threads: int) -> None:
 
 
 def test_a_thread_that_waits_for_another_one_is_let_go_when_the_loader_is_closed() -> None:
-    loader = DataLoader(Numbered(4, delay_s=30), num_workers=1)
+    loader = DataLoader(Numbered(4, delay_s=3), num_workers=1)
     iterator = iter(loader)
     errors: list[BaseException] = []
 
@@ -54,7 +54,7 @@ def test_a_thread_that_waits_for_another_one_is_let_go_when_the_loader_is_closed
         signal.sigtimedwait([], 0.01)
     loader.close()
     for taker in takers:
-        taker.join(20)
+        taker.join(60)
         assert not taker.is_alive()
     assert [type(error) for error in errors] == [LoaderClosed] * 2
 
@@ -118,7 +118,7 @@ def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwh
             if threading.current_thread() is threading.main_thread():
                 other = threading.Thread(target=lambda: [next(iterator) for _ in range(3)])
                 other.start()
-                other.join(20)
+                other.join(60)
                 raise KeyboardInterrupt
             return enter()
 

@@ -130,23 +130,24 @@ def test_a_loader_reports_the_owner_and_its_workers(program: Program, method: st
     assert 30_000 * 200 < report.nbytes < 30_000 * 500
 
 
-@pytest.mark.parametrize(
-    ("loader", "before"),
-    [
-        ("shmloader.DataLoader", "import shmloader\n"),
-        ("torch.utils.data.DataLoader", "import shmloader; shmloader.install()\n"),
-        ("Own", "import torch.utils.data\nclass Own(torch.utils.data.DataLoader): pass\n"),
-    ],
-)
-def test_other_loaders_report_too(program: Program, loader: str, before: str) -> None:
-    done = program.run(
-        loads(loader, "fork", before) + "\nprint(hasattr(torch.utils.data.DataLoader, 'close'))"
-    )
-    *_, installed = done.stdout.splitlines()
-    assert installed == str("install()" in before), done.stderr
+OTHERS = """
+import shmloader
+class Own(torch.utils.data.DataLoader): pass
+for install, LOADER in ((False, shmloader.DataLoader), (False, Own), (True, torch.utils.data.DataLoader)):
+    if install:
+        shmloader.install()
+    main("fork")
+    print(LOADER, hasattr(torch.utils.data.DataLoader, "close"))
+"""
+
+
+def test_other_loaders_report_too(program: Program) -> None:
+    """This package's, a class of the program's own, and torch's after `install()`."""
+    done = program.run(LOADS.replace("main(METHOD)", "pass") + OTHERS)
     assert done.stderr == ""
-    (report,) = program.reported()
-    assert (report.owner, len(report.workers)) == ("train.samples", 1)
+    assert [line.split()[-1] for line in done.stdout.splitlines()[1::2]] == ["False", "False", "True"]
+    reports = program.reported()
+    assert [(report.owner, len(report.workers)) for report in reports] == [("train.samples", 1)] * 3
 
 
 def test_a_loader_inside_a_spawned_process_reports(program: Program) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 
 from shmloader.order.auto import MOST_BATCHES, MOST_PREFETCH, Auto
 
@@ -137,7 +138,7 @@ def test_what_cannot_be_had_is_not_asked_for_again() -> None:
 
 
 @example(measured=[(0.0, 1.0, 1.0)], cores=1, start=(1, 17), prefetch=True)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if LONG else 50, deadline=None)
 @given(
     measured=st.lists(
         st.none() | st.tuples(*[st.floats(0, 1) | st.sampled_from([0.0, 1e-9, 1e-4])] * 3), max_size=60

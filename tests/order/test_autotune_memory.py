@@ -13,6 +13,7 @@ from autotune_datasets import Draws, processes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
+from robustness.processes import LONG
 from table_machine import BUDGET_NBYTES, MOST_TASKS_EVER, TableMachine, grant, make_in_vain, publish
 from torch.utils.data import Dataset
 
@@ -230,7 +231,7 @@ def lease_of(table: PlaceTable, pages: int) -> np.ndarray:
 
 TestResizedPool = ResizedPool.TestCase
 TestResizedPool.settings = settings(
-    max_examples=60,
+    max_examples=60 if LONG else 20,
     stateful_step_count=50,
     deadline=None,
     database=None,

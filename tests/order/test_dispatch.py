@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Numbered
 from protocol_fakes import Segment
-from robustness.processes import assert_dies_with_its_last_reference
+from robustness.processes import LONG, assert_dies_with_its_last_reference
 from torch.utils.data import IterableDataset, RandomSampler
 
 from shmloader import DataLoader
@@ -165,7 +165,7 @@ def test_batches_that_are_kept_stay_what_they_are() -> None:
         assert kept[5][0, 2] == 0
 
 
-@settings(max_examples=200, derandomize="CI" in os.environ, **SMALL)
+@settings(max_examples=200 if LONG else 50, derandomize="CI" in os.environ, **SMALL)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["send", "answer", "return"]), st.integers(0, 9)), max_size=60),
     workers=st.integers(1, 4),

@@ -12,6 +12,7 @@ import torch
 from dispatch_datasets import SMALL, Draws, plain, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from shmloader import DataLoader
@@ -53,7 +54,7 @@ def as_documented(
     return made
 
 
-@settings(max_examples=25, derandomize="CI" in os.environ, **SMALL)
+@settings(max_examples=25 if LONG else 8, derandomize="CI" in os.environ, **SMALL)
 @given(
     lengths=st.lists(st.integers(1, 4), max_size=9),
     slow=st.frozensets(st.integers(0, 7), max_size=3),

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from protocol_fakes import Segment
+from robustness.processes import LONG
 
 from shmloader.memory import PAGE_NBYTES
 from shmloader.order.scheduler import FreeWorkers
@@ -146,7 +147,7 @@ COSTS = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=60)
 
 
 @settings(
-    max_examples=200,
+    max_examples=200 if LONG else 50,
     deadline=None,
     database=None,
     derandomize=True,

@@ -196,7 +196,7 @@ class Slow(Rows):
 
 
 class Stuck(Dataset):
-    """Sample `at` waits until four others were made and, for a second, none more."""
+    """Sample `at` waits until four others were made and, for 0.4 s, none more."""
 
     def __init__(self, length: int, at: int) -> None:
         self.length, self.at = length, at
@@ -209,7 +209,7 @@ class Stuck(Dataset):
         before = -1
         while index == self.at and (self.made.value < 4 or self.made.value != before):
             before = self.made.value
-            time.sleep(1)
+            time.sleep(0.4)
         with self.made.get_lock():
             self.made.value += 1
         return index

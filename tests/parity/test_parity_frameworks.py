@@ -37,7 +37,7 @@ def _processes(iterator: Any) -> list[psutil.Process]:
 
 
 def _gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     return not alive
 
 

@@ -236,7 +236,7 @@ list(loader)
     ("code", "batches"),
     [
         (FORKED, [10, 20, 20]),
-        (f"METHOD = 'fork'\n{GLOBAL}", [10]),
+        pytest.param(f"METHOD = 'fork'\n{GLOBAL}", [10], marks=pytest.mark.long),
         (f"METHOD = 'forkserver'\n{GLOBAL}", [10]),
         (OWN, [20]),
         (INLINE, [10] * 8),

@@ -88,6 +88,7 @@ def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SHMLOADER_TEST_GRACE_S", "0.5")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the test
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # which would give it another /dev/shm than ours
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of what the conftest imports
     pytester.makeconftest(CONFTEST)
 
     def run(tests: str) -> pytest.RunResult:

@@ -298,7 +298,7 @@ class FirstLast(Plain):
         self.go_on = threading.Event()
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        assert index or self.go_on.wait(30)
+        assert index or self.go_on.wait(60)
         return super().__getitem__(index)
 
 

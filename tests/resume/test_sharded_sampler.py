@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -58,7 +59,7 @@ def batches_after(sampler: ShardedSampler, state: dict[str, int], batch_size: in
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300 if LONG else 60, deadline=None)
 def test_each_sample_comes_exactly_once_over_runs_of_any_ranks_and_batch_sizes(data: Any) -> None:
     """There are three runs with other ranks and batches each; the first two are stopped anywhere."""
     length = data.draw(st.integers(1, 200), "length")

@@ -99,7 +99,7 @@ def memory_cgroup(limit_nbytes: int) -> Iterator[MemoryCgroup]:
         enter = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
         yield MemoryCgroup(folder, limit_name, ("sh", "-c", enter, str(folder)))
     finally:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 folder.rmdir()

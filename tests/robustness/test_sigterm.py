@@ -77,7 +77,7 @@ def test_workers_go_on_until_the_program_has_saved_its_state(method: str, tmp_pa
     out, error = program.communicate(timeout=60)
     assert (program.returncode, error) == (0, "")
     assert out.startswith("saved ")
-    assert not wait_gone(family, 5)[1]
+    assert not wait_gone(family, 30)[1]
     program = start(method, "handles", path)
     out, error = program.communicate(timeout=60)
     assert (program.returncode, error) == (0, ""), out
@@ -85,18 +85,16 @@ def test_workers_go_on_until_the_program_has_saved_its_state(method: str, tmp_pa
 
 
 def test_workers_end_after_the_grace(tmp_path: Path) -> None:
-    """The signal went to them alone. The program has not heard of it, and its error says how they ended."""
+    """The signal went to them alone. The program ends when the first of them does, and says how."""
     program = start("fork", "all", tmp_path / "checkpoint.json", "1")
     _, family = family_of(program)
     began_s = time.monotonic()
     for worker in family:
         worker.terminate()
-    time.sleep(0.2)
-    assert all(worker.is_running() for worker in family)
     _, error = program.communicate(timeout=60)
     assert "exited with code 143" in error
     assert time.monotonic() - began_s > 0.9
-    assert not wait_gone(family, 5)[1]
+    assert not wait_gone(family, 30)[1]
 
 
 def test_without_a_handler_all_end_at_once(tmp_path: Path) -> None:
@@ -105,7 +103,7 @@ def test_without_a_handler_all_end_at_once(tmp_path: Path) -> None:
     family[0].terminate()
     _, error = program.communicate(timeout=60)
     assert "killed by signal: Terminated" in error
-    assert not wait_gone(family, 5)[1]
+    assert not wait_gone(family, 30)[1]
 
 
 def test_the_main_process_still_ends_a_worker_that_hangs(tmp_path: Path) -> None:
@@ -126,7 +124,7 @@ def test_the_main_process_still_ends_a_worker_that_hangs(tmp_path: Path) -> None
         began_s = time.monotonic()
         iterator._all_workers.close(grace_s=0.0)
         assert time.monotonic() - began_s < 30
-        assert not wait_gone(family, 1)[1]
+        assert not wait_gone(family, 30)[1]
         loader.close()
     finally:
         signal.signal(signal.SIGTERM, handler)

@@ -119,7 +119,7 @@ def test_a_death_between_epochs_is_no_fault_of_the_next_ones_batches(restarts: i
         first = first_indices(loader)
         worker = loader._iterator._workers[1]
         os.kill(worker.pid, signal.SIGKILL)
-        worker.join(10)
+        worker.join(60)
         if not restarts:
             with pytest.raises(shmloader.WorkerDied) as caught:
                 iter(loader)

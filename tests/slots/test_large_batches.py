@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import Growing, Numbered
 from protocol_fakes import Segment as Untouched
+from robustness.processes import LONG
 from scripted_driver import ScriptedDriver
 from table_machine import grant, make_in_vain, publish
 
@@ -58,7 +59,7 @@ def test_after_large_batches_slots_are_as_large_as_typical_ones_need(large: set[
         assert most_nbytes <= 201 * MB + (TASKS + 2) * whole_pages(MB)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200 if LONG else 50, deadline=None)
 @given(seed=st.integers(), least=st.integers(100, 30 * MB), length=st.integers(1, 200))
 def test_sizes_that_vary_by_less_than_four_times_never_make_a_slot_smaller(
     seed: int, least: int, length: int

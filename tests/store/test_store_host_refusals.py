@@ -94,7 +94,7 @@ def another_user(action: Callable[[], Any]) -> Iterator[Any]:
     process = FORK.Process(target=as_nobody, args=(theirs, action))
     process.start()
     try:
-        assert ours.poll(20)
+        assert ours.poll(60)
         yield ours.recv()
     finally:
         with contextlib.suppress(BrokenPipeError):

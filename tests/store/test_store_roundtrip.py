@@ -29,7 +29,7 @@ VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=8)
 ROWS = st.lists(VALUES, max_size=12) | st.lists(containers(SCALARS), max_size=12)
 
 THOROUGH = settings(
-    max_examples=100 if LONG else 50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100 if LONG else 25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

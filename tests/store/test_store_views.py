@@ -279,7 +279,7 @@ VALUES = st.recursive(SCALARS | ARRAYS, containers, max_leaves=40)
 
 
 @pytest.mark.usefixtures("everything_is_large")
-@settings(max_examples=150 if LONG else 40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150 if LONG else 20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(VALUES, max_size=6), st.integers(1, 30))
 def test_views_hold_what_was_given(rows: list[Any], times: int) -> None:
     rows = [*rows, [rows] * times, dict.fromkeys(range(times), rows), {"a": [Point(1, 2.0)] * times}]

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil  # noqa: F401
 import torch.utils.data  # noqa: F401
+from cheap_forks import collapse_pages
 
 STATUS_NBYTES = 8
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -30,6 +31,7 @@ def next_program() -> types.CodeType:
         sys.exit()
     gc.collect()
     gc.freeze()  # else each fork's collections copy the memory of torch's modules
+    collapse_pages()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")
     listener.listen(64)

@@ -36,16 +36,16 @@ def test_a_spawned_worker_outlives_timeouts_while_it_starts() -> None:
 
 def test_timeouts_of_a_worker_that_lives_are_no_deaths() -> None:
     """A worker with its handler reports its stack each time."""
-    with DataLoader(Sleeps(4, 2.5, at=1), batch_size=1, num_workers=1, timeout=0.5) as loader:
+    with DataLoader(Sleeps(4, 1.5, at=1), batch_size=1, num_workers=1, timeout=0.3) as loader:
         iterator = iter(loader)
-        timeouts = []
-        while True:
+        batches, timeouts = [], []
+        while len(batches) < 4:
             try:
-                next(iterator)
+                batches.append(int(next(iterator)[0, 0]))
             except WorkerTimeout as error:
-                timeouts.append(str(error))
-            except StopIteration:
-                break
+                if len(batches) == 1:  # a busy machine may let others come late, too
+                    timeouts.append(str(error))
+    assert batches == [0, 1, 2, 3]
     assert len(timeouts) >= 2
     assert not [text for text in timeouts if "have ended" in text]
     assert all("__getitem__" in text for text in timeouts)

@@ -66,7 +66,7 @@ def test_handles_inside_a_dataset_reach_every_worker(start_method: str) -> None:
         assert dataset.pickles == (start_method != "fork")
         assert dataset.value.value == 8
         assert dataset.tensor.tolist() == [1] * 8
-        assert sorted(dataset.queue.get(timeout=10) for _ in range(8)) == list(range(8))
+        assert sorted(dataset.queue.get(timeout=60) for _ in range(8)) == list(range(8))
         assert sorted(dataset.reads.recv() for _ in range(8)) == list(range(8))
     finally:
         dataset.close()

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity.compare import differences
 from parity.run import Build
+from robustness.processes import LONG
 from thread_datasets import (
     AllOwnDraws,
     Compressed,
@@ -65,7 +66,7 @@ def test_epochs_equal_torchs(arguments: dict[str, Any]) -> None:
     assert len(assert_same(play)) == 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25 if LONG else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     length=st.integers(0, 40),
     batch_size=st.integers(1, 9),

@@ -110,7 +110,7 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
     loader = threads(dataset, batch_size=1, num_workers=2)
     iterator = iter(loader)
     kept = next(iterator)
-    assert dataset.inside.wait(30)
+    assert dataset.inside.wait(60)
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 30  # the sample would take for ever
@@ -119,7 +119,7 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
         next(iterator)
     del iterator
     dataset.gate.set()
-    slow.join(10)
+    slow.join(60)
     assert not slow.is_alive()
     assert dataset.left.is_set()
     assert 3 not in dataset.begun, "a task that nobody waits for any more"
@@ -134,20 +134,20 @@ def test_a_thread_that_ends_late_has_its_memory_to_itself() -> None:
     def collate(samples: list[torch.Tensor]) -> torch.Tensor:
         batch = default_collate(samples)
         entered.set()
-        assert go.wait(30)
+        assert go.wait(60)
         batch[:, 1] = 77
         seen.append(batch)
         return batch
 
     loader = threads(loading.Numbered(4), batch_size=2, num_workers=1, collate_fn=collate)
     iterator = iter(loader)
-    assert entered.wait(30)
+    assert entered.wait(60)
     loader.close()
     with threads(loading.Numbered(4), batch_size=2, num_workers=1) as other:
         batches = list(other)
         go.set()
         for thread in workers_alive():
-            thread.join(10)
+            thread.join(60)
         assert torch.cat(batches)[:, 0].tolist() == [0, 1, 2, 3]
     assert seen[0][:, :3].tolist() == [[0, 77, 0], [1, 77, 1]]
     del iterator
@@ -167,14 +167,14 @@ def test_close_by_another_thread_wakes_the_one_that_waits() -> None:
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    assert dataset.inside.wait(30)
+    assert dataset.inside.wait(60)
     loader.close()
-    waiter.join(10)
+    waiter.join(60)
     assert not waiter.is_alive()
     assert len(caught) == 1
     dataset.gate.set()
     for thread in workers_alive():
-        thread.join(10)
+        thread.join(60)
 
 
 def test_an_interrupt_while_waiting_loses_nothing() -> None:
@@ -183,7 +183,7 @@ def test_an_interrupt_while_waiting_loses_nothing() -> None:
     with threads(dataset, batch_size=1, num_workers=2) as loader:
         iterator = iter(loader)
         seen = [next(iterator), next(iterator)]
-        assert dataset.inside.wait(30)
+        assert dataset.inside.wait(60)
         main = threading.get_ident()
         timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
         timer.start()
@@ -269,7 +269,7 @@ class Collects(loading.Numbered):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 1:
-            assert self.go.wait(30)
+            assert self.go.wait(60)
             gc.collect()
             self.done.set()
         return super().__getitem__(index)
@@ -287,10 +287,10 @@ def test_an_iterator_may_die_in_its_own_worker() -> None:
         (worker,) = workers_alive()
         del iterator
         dataset.go.set()
-        assert dataset.done.wait(30)
+        assert dataset.done.wait(60)
     finally:
         gc.enable()
-    worker.join(10)
+    worker.join(60)
     assert not worker.is_alive()
 
 
@@ -309,8 +309,8 @@ def test_a_thread_ends_between_two_samples_when_nobody_waits_for_its_batch() -> 
     iterator = iter(loader)
     (one, other) = workers_alive()
     loader.close()
-    one.join(10)
-    other.join(10)
+    one.join(60)
+    other.join(60)
     assert not workers_alive()
     with pytest.raises(LoaderClosed):
         next(iterator)

@@ -97,7 +97,7 @@ def test_collation_in_other_threads_stays_torchs() -> None:
     with threads(meeting, batch_size=1, num_workers=1) as loader:
         iterator = iter(loader)
         check()
-        meeting.barrier.wait(30)
+        meeting.barrier.wait(60)
         next(iterator)
         check()
         meeting.barrier.abort()
@@ -130,10 +130,10 @@ def test_memory_that_is_detached_never_reads_as_anything_else() -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        begun.wait(30)
+        begun.wait(60)
         extent.detach()
         stop.set()
-        reader.join(30)
+        reader.join(60)
         np.frombuffer(segment.map(0, nbytes).buffer, np.uint8)[:] = 9
         assert (array == 5).all()
     segment.close()
