@@ -140,7 +140,7 @@ def test_the_state_is_of_the_batch_that_came_out(kind: str, workers: str) -> Non
             states.append((epoch + 1, 0, loader.state_dict()))
             assert states[-1][2]["finished"]
         loader.close()
-    for epoch, had, state in sample(states, f"{kind} {workers}", 12):
+    for epoch, had, state in sample(states, f"{kind} {workers}", 6):
         expected = whole[epoch:]
         if expected:
             expected = [expected[0][had:], *expected[1:]]
