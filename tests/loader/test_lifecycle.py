@@ -331,7 +331,7 @@ def test_workers_end_with_a_killed_main_process(fork: bool) -> None:
     main.wait()
     main.stdout.close()
     assert len(workers) == 2
-    _, alive = wait_gone(workers, 30)  # pid 1 may leave them zombies for seconds
+    _, alive = wait_gone(workers, 10)  # pid 1 may leave them zombies for seconds
     assert not alive
     if fork:
         assert psutil.pid_exists(child)
