@@ -78,12 +78,14 @@ def _own_process(dataset: Any) -> Any:
 imported_when_used.update(host=_host_loading, OwnProcess=_own_process)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _IMPORTED_WHEN_USED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_IMPORTED_WHEN_USED[name]}")
-    value = globals()[name] = getattr(module, name)
-    return value
+if not TYPE_CHECKING:  # to which any misspelt name would be known
+
+    def __getattr__(name: str) -> Any:
+        if name not in _IMPORTED_WHEN_USED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"{__name__}.{_IMPORTED_WHEN_USED[name]}")
+        value = globals()[name] = getattr(module, name)
+        return value
 
 
 if os.environ.get("SHMLOADER_PROFILE"):

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -20,10 +20,19 @@ from shmloader.channel.parts import Parts, make_parts
 from shmloader.channel.producer import Producer
 from shmloader.errors import LoaderError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    _Item = TypeVar("_Item", default=Any)
+else:
+    from typing import TypeVar
+
+    _Item = TypeVar("_Item")
+
 _CLOSE_S = 2.0  # how long another thread may take to leave a call after the queue was closed
 
 
-class Queue:
+class Queue(Generic[_Item]):
     """A queue of any Python objects between two processes, or two threads of one, without copies in between.
 
     Tensors, arrays and large ``bytes`` are written once, into shared memory, and arrive in place; the rest
@@ -75,7 +84,7 @@ class Queue:
 
     # --- putting
 
-    def put(self, obj: object, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, obj: _Item, block: bool = True, timeout: float | None = None) -> None:
         """Put an object; when this returns it is in shared memory, and ``obj`` may be changed.
 
         Args:
@@ -93,7 +102,7 @@ class Queue:
         """
         self._in_turn(Producer, Producer.put, queue.Full, _deadline(block, timeout), obj)
 
-    def put_nowait(self, obj: object) -> None:
+    def put_nowait(self, obj: _Item) -> None:
         """Put an object if there is room now: ``put(obj, block=False)``."""
         self.put(obj, block=False)
 
@@ -127,7 +136,7 @@ class Queue:
 
     # --- getting
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    def get(self, block: bool = True, timeout: float | None = None) -> _Item:
         """Get the next object. Its tensors and arrays lie in shared memory, and may be written to.
 
         Args:
@@ -141,9 +150,10 @@ class Queue:
             ValueError: If this process has closed the queue.
             LoaderError: If another process gets from this queue.
         """
-        return self._in_turn(Consumer, Consumer.get, queue.Empty, _deadline(block, timeout))
+        got: _Item = self._in_turn(Consumer, Consumer.get, queue.Empty, _deadline(block, timeout))
+        return got
 
-    def get_nowait(self) -> Any:
+    def get_nowait(self) -> _Item:
         """Get the next object if it is there: ``get(block=False)``."""
         return self.get(block=False)
 
