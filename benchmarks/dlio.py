@@ -1,11 +1,9 @@
 """DLIO, the engine of MLPerf Storage, with torch's loader and this one: unet3d's samples, npz files.
 
 ``python -m benchmarks.dlio`` writes the files with DLIO, and runs it with both loaders in turn, each in a
-fresh process. DLIO itself counts the samples. Needs `dlio-benchmark` of PyPI and an MPI library; its
-requirement DALI is for what this does not use:
-
-    pip install --no-deps dlio-benchmark
-    pip install -c constraints.txt hydra-core h5py pandas pillow mpi4py mpich pydftracer==1.0.2 tensorflow-cpu
+fresh process. DLIO itself counts the samples. Needs these packages of PyPI, installed with the versions of
+constraints.txt: dlio-benchmark (with pip's --no-deps, since its requirement DALI is for what this does not
+use), h5py, hydra-core, mpi4py, mpich, pandas, pillow, pydftracer 1.0.2 and tensorflow-cpu.
 """
 
 from __future__ import annotations

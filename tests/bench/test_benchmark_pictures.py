@@ -15,7 +15,8 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, n
 
 from benchmarks.pictures import PICTURES  # noqa: E402
 
-OF_MEASUREMENTS = {"memory.png", "memory-workers.png"}  # which take long, by `benchmarks.memory`
+# which take long, by `benchmarks.memory` and by `bench --plot`
+OF_MEASUREMENTS = {"memory.png", "memory-workers.png", "performance-images.png", "performance-own-stack.png"}
 TEXTS = {
     "memory-live.svg": ["worker 0 of train", "-> each of 2 workers' private memory", "limit:"],
     "profile.svg": ["DataLoader over OneSlow", "slowest: dataset[", "batches/s"],
