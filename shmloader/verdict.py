@@ -312,17 +312,18 @@ def _work(e: Evidence) -> Verdict:
     if e.autotune:
         chosen = f"num_workers='auto' chose {e.num_workers} ({e.autotune})"
         return Verdict(Cause.WORKERS, f"{the}; {chosen}, so only quicker samples would help.")
+    busy = e.made_s / max(e.num_workers * e.total_s, 1e-9)
+    if 0 < busy < _BUSY and e.num_workers > 1:
+        return Verdict(
+            Cause.UNEVEN,
+            f"{the}, although workers were busy for only {busy:.0%} of the time: "
+            'batches take different times. dispatch="dynamic" or a larger prefetch_factor evens that out.',
+        )
     if p is None:
         more = "" if e.usable_cores else "more workers or "
         return Verdict(
             Cause.WORKERS,
             f"{the}; {more}quicker samples would help. loader.profile() says what takes the workers' time.",
-        )
-    if e.made_s < _BUSY * e.num_workers * e.total_s and e.num_workers > 1:
-        return Verdict(
-            Cause.UNEVEN,
-            f"{the}, although workers were busy for {e.made_s / e.num_workers / e.total_s:.0%} of the time: "
-            'batches take different times. dispatch="dynamic" or a larger prefetch_factor evens that out.',
         )
     if p.collate_s > p.fetch_s:
         return Verdict(

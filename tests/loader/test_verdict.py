@@ -64,6 +64,14 @@ def test_workers_that_keep_up_after_the_first_batches_are_not_blamed() -> None:
         assert "your loop" not in judge(replace(WAITS, wait_s=wait_s, first_s=first_s)).text
 
 
+def test_workers_that_are_idle_are_not_asked_for_quicker_samples() -> None:
+    uneven = judge(replace(WAITS, wait_s=8.0, made_s=40.0))
+    assert uneven.cause is Cause.UNEVEN
+    assert "although workers were busy for only 50% of the time" in uneven.text
+    assert "quicker samples" not in uneven.text
+    assert cause(wait_s=8.0, made_s=0.0, own_cores=7.9) is Cause.WORKERS  # it is not known what they took
+
+
 def test_the_choice_of_auto_is_quoted() -> None:
     why = "with 2 workers each takes longer for a batch"
     assert why in judge(replace(WAITS, autotune=why)).text
