@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from shmloader.host_sockets import not_inherited
+from shmloader.host_sockets import not_inherited, send_descriptors
 from shmloader.serving.roster import Join, Reader
 from shmloader.store.host_server import peer_of
 
@@ -38,7 +38,7 @@ class Connection(Reader):
             if before:
                 self.end.send(before, socket.MSG_DONTWAIT)
             if fds:
-                socket.send_fds(self.end, [message], fds, socket.MSG_DONTWAIT)
+                send_descriptors(self.end, message, fds, socket.MSG_DONTWAIT)
             elif message:
                 self.end.send(message, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -12,6 +12,7 @@ from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, ResumeError, ServerDied
 from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import restore
+from shmloader.host_sockets import receive_descriptors
 from shmloader.interrupts import HeldInterrupts
 from shmloader.serving import meeting, records
 from shmloader.serving.mapped import MappedSlots
@@ -136,10 +137,8 @@ class Link:
             message = self._end.recv(records.MOST_NBYTES, socket.MSG_PEEK)
             if message and message[0] == records.EPOCH:  # a second look would double its descriptors
                 with HeldInterrupts():
-                    message, fds, flags, _ = socket.recv_fds(
-                        self._end, records.MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
-                    )
-                    self._begin(message, fds, is_short=bool(flags & socket.MSG_CTRUNC))
+                    message, fds, is_short = receive_descriptors(self._end, records.MOST_NBYTES, 1)
+                    self._begin(message, fds, is_short=is_short)
                 return
             self._note(message)
             self._end.recv(1)  # all of it

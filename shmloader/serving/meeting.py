@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from shmloader.errors import LoaderError, ServerDied, ShareTimeout
-from shmloader.host_sockets import bind, not_inherited
+from shmloader.host_sockets import bind, not_inherited, receive_descriptors
 from shmloader.serving.records import MOST_NBYTES, PROTOCOL, WELCOME
 from shmloader.store.host_server import peer_of
 from shmloader.store.job import job_of_process
@@ -132,7 +132,7 @@ def greet(
             connection.send(json.dumps(about).encode())
         for _ in range(2):  # the first may say only that it has ended without reading; what it said is here
             with contextlib.suppress(ConnectionResetError):
-                answer, fds, _, _ = socket.recv_fds(connection, MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                answer, fds, _ = receive_descriptors(connection, MOST_NBYTES, 1)
                 break
     except TimeoutError:
         raise ShareTimeout(

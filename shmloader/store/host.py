@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmloader.errors import LoaderError, ShareTimeout
 from shmloader.failures.exceptions import capture, restore
-from shmloader.host_sockets import bind
+from shmloader.host_sockets import bind, receive_descriptors
 from shmloader.store import host_server, share
 from shmloader.store.handles import pack, unpack
 from shmloader.store.host_server import FAILED, HEADER, MOST_FDS
@@ -277,14 +277,14 @@ def _receive(
     if not poller.poll(min(max(0.0, deadline_s - time.monotonic()) * 1000, _MOST_WAIT_MS)):
         raise _timeout(name, pid, timeout_s)
     try:
-        text, fds, flags, _ = socket.recv_fds(connection, HEADER.size, MOST_FDS, socket.MSG_CMSG_CLOEXEC)
+        text, fds, is_short = receive_descriptors(connection, HEADER.size, MOST_FDS)
     except ConnectionError:
-        text, fds, flags = b"", [], 0
+        text, fds, is_short = b"", [], False
     if not text:
         _log.info("share_on_host %r: process %d ended before it was done", name, pid)
         return None
     _, kind, due = HEADER.unpack(text)
-    if flags & socket.MSG_CTRUNC:
+    if is_short:
         for fd in fds:
             os.close(fd)
         raise OSError(

@@ -33,7 +33,8 @@ from serving_programs import (
 )
 
 import shmloader
-from shmloader.serving import meeting, records
+from shmloader.host_sockets import receive_descriptors
+from shmloader.serving import connection, meeting, records
 from shmloader.serving.connection import Connection
 from shmloader.serving.source import Source
 from shmloader.slots import PlaceState, PlaceTable
@@ -484,6 +485,23 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
             assert len(list(reader)) > 8
 
 
+def test_a_descriptor_is_sent_without_waiting_and_not_inherited() -> None:
+    """Else a reader that reads nothing would hold up all others."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there, contextlib.ExitStack() as stack:
+        held_up = threading.Timer(10, there.shutdown, [socket.SHUT_RDWR])
+        held_up.start()
+        stack.callback(held_up.cancel)
+        reader = Connection(here)
+        assert not reader.send(b"epoch", [here.fileno()])
+        while not reader.send(b"batch"):
+            pass
+        assert reader.send(b"epoch", [here.fileno()]) == "this process does not read what it is sent"
+        message, (fd,), is_short = receive_descriptors(there, 100, 1)
+        assert (message, is_short, os.get_inheritable(fd)) == (b"epoch", False, False)
+        os.close(fd)
+
+
 class Slow(Numbers):
     """Takes its time, so that each batch is sent before the next one is made."""
 
@@ -522,16 +540,16 @@ def test_a_reader_that_cannot_be_sent_a_descriptor_is_told(
     message: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When it greets, and when an epoch begins; it waits for neither for ever."""
-    sends, sent = socket.send_fds, []
+    sends, sent = connection.send_descriptors, []
 
-    def send_fds(*given: Any) -> int:
+    def send_descriptors(*given: Any) -> None:
         sent.append(given)
         if len(sent) == message + 1:
             raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
-        return sends(*given)
+        sends(*given)
 
     with served_by_thread(numbers(), epochs=1 + message) as name:
-        monkeypatch.setattr(socket, "send_fds", send_fds)
+        monkeypatch.setattr(connection, "send_descriptors", send_descriptors)
         with (
             pytest.raises(shmloader.LoaderError, match=r"could not be sent to this process \(Too many ref"),
             shmloader.attach(name) as reader,
