@@ -30,11 +30,11 @@ class Descriptor:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
-    def close(self) -> None:
-        """Close it in this process, once."""
+    def close(self, close: Any = os.close) -> None:
+        """Close it in this process, once. The argument is kept for the end of the interpreter."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         return _received_descriptor, (reduction.DupFd(self.fd),)
@@ -51,12 +51,12 @@ class Segment:
         with HeldInterrupts():  # until the descriptor has an owner
             self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots"))
 
-    def __del__(self, close: Any = os.close) -> None:
-        # Usually `close` has done it. This is for a Ctrl-C before anybody owned the segment, and for the end
-        # of the interpreter, when this module's names may be gone.
-        try:
-            if self._descriptor.fd >= 0:
-                close(self._descriptor.fd)
+    def __del__(self) -> None:
+        # Usually `close` has done it. In a garbage cycle this may come before the owner's finalizer, which
+        # closes it. A Ctrl-C may have come before there was a descriptor; at exit this module's names may be
+        # gone.
+        try:  # noqa: SIM105
+            self._descriptor.close()
         except (AttributeError, OSError):
             pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import socket
 from collections import deque
@@ -132,7 +133,7 @@ class Link:
     def _receive(self) -> None:
         """Wait for a message, and note it."""
         if self._closed is not None:
-            raise self._closed
+            raise copy.copy(self._closed)  # the traceback of one that is kept would refer to this object
         try:
             message = self._end.recv(records.MOST_NBYTES, socket.MSG_PEEK)
             if message and message[0] == records.EPOCH:  # a second look would double its descriptors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 import time
@@ -191,7 +192,7 @@ class AttachedIterator:
     def _make(self) -> None:
         link = self._link
         if self._ended is not None:
-            raise self._ended
+            raise copy.copy(self._ended)  # the traceback of one that is kept would refer to this object
         began_ns = time.perf_counter_ns()
         if self._first < 0:
             self._first = link.begun()
@@ -200,7 +201,7 @@ class AttachedIterator:
         if stored is None:
             self._ended = StopIteration()
             link.leave()
-            raise self._ended
+            raise StopIteration
         try:
             self._made = [self._loader.deliver(link.read(stored), waited_ns)]
         except MemoryError:  # the next call tries again, unless it was sent as the batch

@@ -83,8 +83,9 @@ class Wakeup(SimpleQueue[None]):
 
     def __del__(self, close: Any = os.close) -> None:
         # A finalizer would run at the interpreter's end before the threads are stopped, which write to it.
-        if self._fd >= 0:
-            close(self._fd)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            close(fd)
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
         """Wake whoever waits."""

@@ -25,8 +25,9 @@ class Readiness:
 
     def __del__(self, close: Any = os.close) -> None:
         # A finalizer would run at the interpreter's end before the workers are stopped, which calls `set`.
-        if self._end_fd >= 0:
-            close(self._end_fd)
+        fd, self._end_fd = self._end_fd, -1
+        if fd >= 0:
+            close(fd)
 
     def follow(self, workers: Iterable[Any]) -> None:
         """Watch these worker processes alone; call it before a descriptor of one of the others is closed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -572,3 +574,48 @@ def test_a_request_is_made_once_however_much_is_let_go_with_it() -> None:
             del batches  # else it would have to take turns with the other one
             assert len(list(joined)) > 8
             assert not released
+
+
+def test_a_reader_lets_go_as_soon_as_nothing_refers_to_it() -> None:
+    """Neither the end of its epoch nor the server's end leaves a cycle, for the garbage collector to find."""
+    gc.disable()
+    try:
+        with served_by_thread(numbers(), readers=1, epochs=1) as name:
+            reader = shmloader.attach(name)
+            watch = weakref.ref(reader)
+            for _ in reader:
+                pass
+            del reader
+            was_gone = watch() is None
+            gc.collect()
+            assert was_gone
+        with served(numbers, readers=1, fails=True) as (name, process):
+            reader = shmloader.attach(name)
+            watch = weakref.ref(reader)
+            batches = iter(reader)
+            os.kill(process.pid, signal.SIGKILL)
+            with pytest.raises(shmloader.ServerDied):
+                list(batches)
+            with pytest.raises(shmloader.ServerDied):
+                list(batches)
+            del reader, batches
+            assert watch() is None
+    finally:
+        gc.enable()
+
+
+def test_a_reader_that_the_garbage_collector_finds_closes_each_descriptor_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It calls finalizers in any order: another thread may have got the number meanwhile."""
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    with served_by_thread(numbers(), readers=1, epochs=1) as name:
+        reader = shmloader.attach(name)
+        assert len(list(reader)) == 16
+        held = [reader]
+        held.append(held)
+        del reader, held
+        gc.collect()
+    # Its socket may be found unclosed, and closes itself.
+    assert not [error for error in errors if error.exc_type is not ResourceWarning]
