@@ -28,7 +28,6 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
 
 from shmloader.errors import LoaderClosed, NotReady, SharedMemoryExhausted
 from shmloader.exchange import recovery
@@ -212,7 +211,8 @@ class Exchange:
             before, lifecycle.phase = lifecycle.phase, WAITING
             ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
             lifecycle.phase = before
-            self._note_wait(time.perf_counter_ns() - began_ns)
+            self._wait_ns = time.perf_counter_ns() - began_ns
+            self.counters.note_wait(self._wait_ns)
         else:
             ready = self.workers.ready()
         if self.workers.interrupted:
@@ -226,7 +226,13 @@ class Exchange:
         self._nothing_since_s = None
         if not ready:
             self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
-        self._take_in(ready)
+        for worker in ready:
+            # What a dead worker had written before it died is read first: it is whole.
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
 
     def _is_overdue(self) -> bool:
         """Whether `receive` without waiting has found nothing for as long as the timeout, or longer."""
@@ -237,16 +243,10 @@ class Exchange:
 
     def look_for_joining(self) -> None:
         """Receive records of workers that are `joining`."""
-        self._take_in([self.workers.workers[worker_id] for worker_id in self.joining])
-
-    def _take_in(self, workers: Iterable[Worker]) -> None:
-        for worker in workers:
-            # What a dead worker had written before it died is read first: it is whole.
-            records = worker.receive()
-            if records:
-                self._accept(worker, records)
-            elif records is None or worker.is_dead():
-                self._recover(worker, None)
+        for worker_id in [*self.joining]:
+            self.look_at(worker_id)
+            if self.workers.workers[worker_id].is_dead():
+                self._recover(self.workers.workers[worker_id], None)
 
     def look_at(self, worker_id: int) -> None:
         """Receive a worker's records that are here already. A death is left for `receive_from` to find."""
@@ -263,12 +263,9 @@ class Exchange:
             os.sched_yield()
             records = worker.receive()
             now_ns = time.perf_counter_ns()
-        self._note_wait(now_ns - began_ns)
+        self._wait_ns = now_ns - began_ns
+        self.counters.note_wait(self._wait_ns)
         return records
-
-    def _note_wait(self, wait_ns: int) -> None:
-        self._wait_ns = wait_ns
-        self.counters.note_wait(wait_ns)
 
     def _accept(self, worker: Worker, records: bytes) -> None:
         for begin in range(0, len(records), ANSWER_NBYTES):

@@ -39,25 +39,29 @@ class Turns:
 
     def begin_epoch(self, first_worker: int = 0) -> None:
         """Begin an epoch with a worker; all workers may have batches again."""
-        self._turn = first_worker
+        self._turn = self._before = first_worker
         self._active = set(range(self._num_workers))
         self._all_give = not self._limits_each  # no worker has to be left out
 
     def choose(self) -> int | None:
-        """The worker that gets the next task; None if no worker can take one. See `end_turn`."""
-        if self._all_give:
-            return self._turn
-        for number in range(self._turn, self._turn + self._num_workers):
-            worker_id = number % self._num_workers
-            if worker_id in self._active and (not self._limits_each or self._has_room(worker_id)):
-                return worker_id
-        return None
+        """The worker that gets the next task, which ends its turn; None if no worker can take one."""
+        self._before = turn = self._turn
+        if not self._all_give:
+            in_turn = (number % self._num_workers for number in range(turn, turn + self._num_workers))
+            found = next(filter(self._may_have_one, in_turn), None)
+            if found is None:
+                return None
+            turn = found
+        self._turn = (turn + 1) % self._num_workers
+        return turn
 
-    def end_turn(self, worker_id: int) -> None:
-        """Note that a worker was sent a task: it is the next one's turn."""
-        self._turn = (worker_id + 1) % self._num_workers
+    def undo(self) -> None:
+        """Undo the last `choose`: there was no task."""
+        self._turn = self._before
 
-    def _has_room(self, worker_id: int) -> bool:
+    def _may_have_one(self, worker_id: int) -> bool:
+        if worker_id not in self._active or not self._limits_each:
+            return worker_id in self._active
         # Not `most_tasks`: short memory may leave less than one of those for each worker.
         share = self._table.budget.wanted_tasks // len(self._active)
         return [place.worker_id for place in self._table.unreturned.values()].count(worker_id) < share
@@ -230,13 +234,13 @@ class Scheduler:
             return False
         try:
             index_batch = next(self._sampler_iter)
-        except StopIteration:
-            self._send_early_task()
-            return False
         except Exception as error:
+            self._turns.undo()
+            if isinstance(error, StopIteration):
+                self._send_early_task()
+                return False
             self._exchange.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
-        self._turns.end_turn(worker_id)
         self._exchange.send(worker_id, self._table.epoch, self._sent, index_batch)
         self._sent += 1
         return True
@@ -252,7 +256,6 @@ class Scheduler:
             self._turns.begin_epoch()
         worker_id = self._policy.choose()
         assert worker_id is not None  # batches come in order
-        self._turns.end_turn(worker_id)
         self._exchange.send(worker_id, self._table.epoch + 1, self._sent_early, index_batch)
         self._sent_early += 1
 

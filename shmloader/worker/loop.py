@@ -129,6 +129,7 @@ class Loop:
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
+        set_current_allocator(self._allocator)
         try:
             with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
                 self._start()
@@ -140,6 +141,7 @@ class Loop:
             self._fetcher = None
             self._setup.end()  # after the stream, whose ``finally`` blocks may need what was set up
             self._allocator.close()
+            set_current_allocator(None)
 
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""
@@ -249,11 +251,10 @@ class Loop:
         allocator = self._allocator
         index_batch: Any = None
         try:
-            allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
+            allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes, task.hint_nbytes)
             payload = task.payload
             if task.payload_nbytes > INLINE_NBYTES:
                 payload = allocator.read(task.payload_nbytes)
-            allocator.prepare(task.hint_nbytes)
             index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
                 self._seeds.begin(task.epoch, task.position)
@@ -328,16 +329,14 @@ class Loop:
             return None
         if self._fetcher is None:
             raise RuntimeError("this worker's dataset could not be started; its first batch says why")
-        set_current_allocator(self._allocator)
         try:
-            return self._placement.with_news(self._fetcher.fetch(index_batch))
+            batch = self._fetcher.fetch(index_batch)
         except StopIteration:
             if not self._rules.iterable:
                 raise
             self._ended = True
             return None
-        finally:
-            set_current_allocator(None)
+        return self._placement.with_news(batch) if self._placement.has_news else batch
 
     def _report_on(self, error: BaseException, index_batch: Any) -> Report:
         """The record that goes in place of a batch whose making raised."""
@@ -354,7 +353,7 @@ class Loop:
         """Send a batch that is larger than its slot: piece by piece, through the slot."""
         allocator = self._allocator
         for most_nbytes in _PIECE_NBYTES:
-            if allocator.ensure(min(allocator.limit_nbytes, most_nbytes, len(spilled))):
+            if allocator.ensure(min(allocator.limit_nbytes, most_nbytes, len(spilled))) is not None:
                 break
         view = allocator.view()
         for begin in range(0, len(spilled), len(view)):

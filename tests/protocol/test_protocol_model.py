@@ -275,6 +275,7 @@ class DrawsFirst(Scheduler):
         drawn = next(self._sampler_iter, None)
         if drawn is None or self._turns.choose() is None:
             return False
+        self._turns.undo()
         self._sampler_iter = itertools.chain([drawn], self._sampler_iter)
         return super()._send_task()
 
@@ -282,9 +283,8 @@ class DrawsFirst(Scheduler):
 class ForgetsLeftOut(Progress):
     """An interrupt takes back the batches that the same call of next() has left out."""
 
-    def keep(self) -> None:
-        if self.done != 1:  # the first batch is the one that is left out
-            super().keep()
+    def take_back(self, done: int | tuple[int, ...]) -> None:
+        super().take_back(0 if done == 1 else done)  # the first batch is the one that is left out
 
 
 BUGS: dict[str, tuple[Setting, set[str]]] = {
