@@ -386,5 +386,5 @@ class PlaceTable(SlotMemory):
         said += [len(self.void) + wanted[MAKING], len(self.arrived), *self.unanswered]
         found = [states[FREE], states[MAKING] + states[ARRIVED], states[LEASED] + states[GUARDED]]
         found += [sum(place.limit_nbytes for place in self.places), states[MAKING]]
-        found += [wanted[ARRIVED] + wanted[LEASED], *(busy[number] for number in range(len(self.unanswered)))]
+        found += [states[ARRIVED] + wanted[LEASED], *(busy[number] for number in range(len(self.unanswered)))]
         assert said == found, f"the table of places says {said}, and there are {found}"
