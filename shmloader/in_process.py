@@ -64,7 +64,9 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._probe: BatchProbe | None = None
         if recorder is not None:
             recorder.begin_epoch(0)
-            self._probe = recorder.make_probe()
+            from shmloader.worker.probe import BatchProbe
+
+            self._probe = BatchProbe()
             rules = rules._replace(probe=self._probe)
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset

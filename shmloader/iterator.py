@@ -159,7 +159,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
-            settings = EpochSettings(self._shared_seed, self._calls, self._counters.make_probe)
+            settings = EpochSettings(self._shared_seed, self._calls, self._recorder is not None)
             pickled = pickle.dumps(settings, 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._calls_back.clear()

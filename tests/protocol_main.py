@@ -361,6 +361,7 @@ class Main:
             self.scheduler._turns._turn,
             _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
             _canonical(_attributes(self.exchange, *_NO_STATE)),
+            self.exchange._recovery._restarts_left,
             tuple(self.table.arrived),
             _canonical(_attributes(self.table, *_NO_STATE_OF_TABLE)),
             _canonical(_attributes(self.table.budget)),
@@ -370,7 +371,7 @@ class Main:
 
 
 # Attributes that are noted elsewhere, never change, or depend on the clock.
-_NO_STATE = ("table", "workers", "counters", "lifecycle", "_timeout_s", "_wait_ns")
+_NO_STATE = ("table", "workers", "counters", "lifecycle", "_recovery", "_timeout_s", "_wait_ns")
 _NO_STATE_OF_TABLE = ("segment", "places", "budget", "counters", "guard", "inspection", "_due")
 _NO_STATE_OF_GROWTH = (
     "_auto",

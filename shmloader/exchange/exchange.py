@@ -30,7 +30,7 @@ import time
 from collections import deque
 
 from shmloader.errors import LoaderClosed, NotReady, SharedMemoryExhausted
-from shmloader.exchange import recovery
+from shmloader.exchange.recovery import Recovery
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.interrupts import WAITING, Lifecycle
 from shmloader.slots import Place, PlaceTable
@@ -74,7 +74,7 @@ class Exchange:
         # Workers that have reported, since this was last emptied, that their dataset is exhausted.
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()  # workers that were added later and have sent no record yet
-        self._restarts_left = restarts
+        self._recovery = Recovery(table, workers, lifecycle, restarts)
         self.told_ahead = False  # whether the program's dataset has heard of an epoch after the present one
         self._can_tell_back = True  # then: whether a new worker's copy can be told of the present one
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
@@ -105,19 +105,9 @@ class Exchange:
                 payload = b""
             elif place.nbytes == 0:
                 table.reserve(place, 1)  # so that there is always room for a piece, or for an error
-            workers[place.worker_id].send(
-                pack_make_batch(
-                    place.epoch,
-                    place.seq,
-                    place.position,
-                    place.number,
-                    place.nbytes,
-                    table.budget.hint_nbytes,
-                    place.limit_nbytes,
-                    nbytes,
-                    payload,
-                )
-            )
+            task = place.epoch, place.seq, place.position, place.number, place.nbytes
+            limits = table.budget.hint_nbytes, place.limit_nbytes
+            workers[place.worker_id].send(pack_make_batch(*task, *limits, nbytes, payload))
             unsent.popleft()
 
     def begin_epoch(self, settings: bytes) -> None:
@@ -225,7 +215,7 @@ class Exchange:
             )
         self._nothing_since_s = None
         if not ready:
-            self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
+            self._recover(self._recovery.silent_worker(due_from), self._timeout_s)
         for worker in ready:
             # What a dead worker had written before it died is read first: it is whole.
             records = worker.receive()
@@ -301,7 +291,10 @@ class Exchange:
             if not answer.total_nbytes:  # it cannot, and its next batch says why
                 del self._states[worker.worker_id]
             elif len(state) == answer.total_nbytes:
-                self._succeed(worker, bytes(state), answer.private_nbytes)
+                fresh = self._recovery.succeed(worker, answer.private_nbytes)
+                for record in take_over(bytes(state)):
+                    fresh.send(record)
+                self._hand_over(fresh)
         elif type(answer) is EpochBegun:
             self.joining.discard(worker.worker_id)
         elif type(answer) is BatchTimes:
@@ -319,27 +312,7 @@ class Exchange:
             if silent_s is not None or self.workers.workers[worker.worker_id] is not worker:
                 return  # it has answered in this very moment, or has handed over
         unsent = sum(place.worker_id == worker.worker_id for place in self._unsent)
-        fresh = recovery.replace(
-            worker,
-            silent_s,
-            self.table,
-            self.workers,
-            self.lifecycle,
-            self._restarts_left,
-            unsent=unsent,
-            can_be_told=self._can_tell_back,
-        )
-        self._restarts_left -= 1
-        self.counters.add("worker_restarts")
-        self._hand_over(fresh)
-
-    def _succeed(self, worker: Worker, state: bytes, private_nbytes: int) -> None:
-        """Replace a worker that has handed over, between two of its batches."""
-        fresh = recovery.succeed(worker, private_nbytes, self.workers, self.lifecycle)
-        self.counters.add("workers_renewed")
-        for record in take_over(state):
-            fresh.send(record)
-        self._hand_over(fresh)
+        self._hand_over(self._recovery.replace(worker, silent_s, unsent, can_be_told=self._can_tell_back))
 
     def _hand_over(self, fresh: Worker) -> None:
         """Send a new worker the tasks of the one in whose place it is."""

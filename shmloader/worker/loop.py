@@ -82,7 +82,7 @@ class WorkerArguments:
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
     max_nbytes: int | None = None  # of private memory, beyond which the worker is replaced
-    make_probe: Callable[[], BatchProbe] | None = None  # makes the worker's probe if the loader is profiled
+    is_profiled: bool = False
 
 
 class Loop:
@@ -102,7 +102,7 @@ class Loop:
             collate_fn = self._placement.around(collate_fn)
         self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
         self._probe: BatchProbe | None = None
-        self._measure_with(arguments.make_probe)
+        self._measure(arguments.is_profiled)
         self._dataset = arguments.dataset
         self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
         self._setup = DatasetSetup()
@@ -166,9 +166,13 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
-    def _measure_with(self, make_probe: Callable[[], BatchProbe] | None) -> None:
+    def _measure(self, is_profiled: bool) -> None:
         """Measure from the next fetcher on, or no longer."""
-        self._probe = None if make_probe is None else make_probe()
+        self._probe = None
+        if is_profiled:
+            from shmloader.worker.probe import BatchProbe
+
+            self._probe = BatchProbe()
         self._rules = self._rules._replace(probe=self._probe)
 
     def _make_fetcher(self) -> Fetcher:
@@ -231,7 +235,7 @@ class Loop:
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
-            self._measure_with(settings.make_probe)
+            self._measure(settings.is_profiled)
             if settings.calls and self._in_thread:
                 self._setup.end()
                 self._dataset = self._link.dataset
