@@ -64,7 +64,10 @@ _IMPORTED_WHEN_USED = {
 
 
 def _late(module: str, name: str) -> Callable[[Any], Any]:
-    return lambda given: getattr(importlib.import_module(f"{__name__}.{module}"), name)(given)
+    def call(given: Any) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(given)
+
+    return call
 
 
 # The loader may not import these packages, which import it: it looks here for what it needs of them.

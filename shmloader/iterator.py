@@ -187,7 +187,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def await_replacements(self) -> None:
         """Wait until no worker is handing over to a new one, which gets the dataset as it is now."""
-        if self._exchange.is_renewing and not self.closed:
+        if self._exchange.handed_over and not self.closed:
             self._in_a_call(self._exchange.await_renewed)
 
     def set_epoch(self, call: EpochCall, before: EpochCall | None) -> None:
@@ -295,7 +295,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
     def _await(self, place: Place) -> None:
         """Receive records from workers, or wait for them, until the batch of a place may be here."""
         scheduler, exchange = self._scheduler, self._exchange
-        if self._stream is not None and not scheduler.is_active(place.worker_id):
+        if self._stream is not None and not scheduler.turns.is_active(place.worker_id):
             self.table.set_void(place)  # its worker's iterable dataset ended before it
             return
         waits = self._waits

@@ -358,7 +358,7 @@ class Main:
             None if self.auto is None else self.auto.prefetch_factor,
             tuple(map(str, _attributes(self.progress).values())),
             self.scheduler._sent,
-            self.scheduler._turns._turn,
+            self.scheduler.turns._turn,
             _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
             _canonical(_attributes(self.exchange, *_NO_STATE)),
             self.exchange._recovery._restarts_left,

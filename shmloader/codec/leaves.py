@@ -87,7 +87,7 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
                 "graph cannot cross processes. Call tensor.detach() on it, in the dataset or in "
                 "collate_fn."
             )
-        return _requiring_grad, (tensor.detach(),)
+        return torch.Tensor.requires_grad_, (tensor.detach(),)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     shape = tensor.shape
@@ -128,10 +128,6 @@ def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a new tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
-
-
-def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_()
 
 
 def with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:

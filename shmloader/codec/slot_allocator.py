@@ -12,6 +12,7 @@ import math
 import pickle
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,16 +56,14 @@ _MOST_OUTPUTS = 1024
 _Dtype = torch.dtype | np.dtype[Any]
 
 
+@dataclass(slots=True)
 class _Mapped:
     """A slot as mapped in this process, with the outputs that were made over it."""
 
-    __slots__ = ("extent", "outputs", "placeholders", "rows")
-
-    def __init__(self, extent: Extent) -> None:
-        self.extent = extent
-        self.outputs: dict[tuple[int, int, tuple[int, ...], _Dtype], Output] = {}
-        self.placeholders: dict[int, pickle.PickleBuffer] = {}  # by the identity of an output's tensor
-        self.rows: dict[pickle.PickleBuffer, bytes] = {}  # of the leaf table, by placeholders
+    extent: Extent
+    outputs: dict[tuple[int, int, tuple[int, ...], _Dtype], Output] = field(default_factory=dict)
+    placeholders: dict[int, pickle.PickleBuffer] = field(default_factory=dict)  # by ids of outputs' tensors
+    rows: dict[pickle.PickleBuffer, bytes] = field(default_factory=dict)  # of the leaf table, by placeholders
 
 
 class SlotAllocator:

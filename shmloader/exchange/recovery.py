@@ -11,8 +11,7 @@ import logging
 from shmloader.errors import WorkerTimeout
 from shmloader.indices.packed_indices import PackedInts, unpack_index_batch
 from shmloader.interrupts import Lifecycle
-from shmloader.messages import shown
-from shmloader.pages import page
+from shmloader.messages import page, shown
 from shmloader.slots import Place, PlaceTable
 from shmloader.workers import Worker, Workers
 
@@ -32,9 +31,7 @@ class Recovery:
     """
 
     def __init__(self, table: PlaceTable, workers: Workers, lifecycle: Lifecycle, restarts: int) -> None:
-        self._table = table
-        self._workers = workers
-        self._lifecycle = lifecycle
+        self._table, self._workers, self._lifecycle = table, workers, lifecycle
         self._restarts_left = restarts
 
     def silent_worker(self, due_from: int | None) -> Worker:

@@ -154,10 +154,10 @@ class Scheduler:
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
         num_workers = settings.num_workers
-        self._turns = Turns(table, num_workers, in_order=settings.in_order)
+        self.turns = Turns(table, num_workers, in_order=settings.in_order)
         if settings.dispatch == DYNAMIC:
             self.free_workers = FreeWorkers(table, num_workers, settings.prefetch_factor, settings.timeout)
-        self._policy: Turns | FreeWorkers = self.free_workers or self._turns
+        self._policy: Turns | FreeWorkers = self.free_workers or self.turns
         serve = None if self.free_workers is None else self.free_workers.serve
         self._growth = None if auto is None else Growth(auto, num_workers, exchange, serve)
 
@@ -171,7 +171,7 @@ class Scheduler:
             done, *behind = done
             sampler_iter = self._without(sampler_iter, set(behind))
         self._sent = done
-        self._turns.begin_epoch(first_worker)
+        self.turns.begin_epoch(first_worker)
         self._fill(sampler_iter)
 
     def _without(self, sampler_iter: Iterator[Any], done: set[int]) -> Iterator[Any]:
@@ -235,7 +235,7 @@ class Scheduler:
         try:
             index_batch = next(self._sampler_iter)
         except Exception as error:
-            self._turns.undo()
+            self.turns.undo()
             if isinstance(error, StopIteration):
                 self._send_early_task()
                 return False
@@ -253,7 +253,7 @@ class Scheduler:
         if index_batch is NOTHING:
             return
         if not self._sent_early:
-            self._turns.begin_epoch()
+            self.turns.begin_epoch()
         worker_id = self._policy.choose()
         assert worker_id is not None  # batches come in order
         self._exchange.send(worker_id, self._table.epoch + 1, self._sent_early, index_batch)
@@ -289,11 +289,7 @@ class Scheduler:
 
     # --- workers whose iterable-style dataset is exhausted
 
-    def is_active(self, worker_id: int) -> bool:
-        """Whether a worker may still have batches in this epoch."""
-        return self._turns.is_active(worker_id)
-
     def drop_out(self, worker_id: int) -> None:
         """Give a worker no more tasks in this epoch; the next one gets its turn."""
-        if self._turns.drop_out(worker_id):
+        if self.turns.drop_out(worker_id):
             self._send_task()

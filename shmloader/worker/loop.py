@@ -26,26 +26,7 @@ from shmloader.failures.exceptions import capture, forget_frames
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.memory import Segment
 from shmloader.messages import shown
-from shmloader.wire.records import (
-    DETACHED,
-    FULL,
-    INLINE_NBYTES,
-    REPORTED,
-    SPILLED,
-    BeginEpoch,
-    HandOver,
-    MakeBatch,
-    Request,
-    SendNextPiece,
-    TakeOver,
-    handed_over,
-    pack_epoch_begun,
-    pack_handed_over,
-    pack_piece_ready,
-    pack_published,
-    pack_stream_ended,
-    unpack_request,
-)
+from shmloader.wire import records as wire
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.dataset_setup import DatasetSetup
@@ -124,7 +105,7 @@ class Loop:
         self._pid = os.getpid()
         self._place = f"thread {threading.current_thread().name!r}" if in_thread else f"pid {self._pid}"
         self._wait_ns = self._received_ns = 0
-        self._later: deque[Request] = deque()
+        self._later: deque[wire.Request] = deque()
         self._settings = bytearray()  # of the coming epoch, as far as they have arrived
 
     def run(self) -> None:
@@ -190,42 +171,42 @@ class Loop:
             request, self._wait_ns = self._later.popleft(), 0
             self._received_ns = time.perf_counter_ns()
         else:
-            request = unpack_request(self._link.receive())
+            request = wire.unpack_request(self._link.receive())
             self._wait_ns, self._received_ns = self._link.wait_ns, self._link.received_ns
-        if type(request) is MakeBatch:
+        if type(request) is wire.MakeBatch:
             if self._probe is not None:
                 self._probe.begin(self._received_ns, self._encoder.copied_nbytes)
             self._work(request)
-        elif type(request) is BeginEpoch:
+        elif type(request) is wire.BeginEpoch:
             self._begin_epoch(request)
         elif self._handover is not None:
             self._change_over(request, self._handover)
 
-    def _change_over(self, request: Request, handover: Handover) -> None:
+    def _change_over(self, request: wire.Request, handover: Handover) -> None:
         """Hand over to another worker, or take over from one; a failure is raised with each further batch."""
         try:
-            if type(request) is TakeOver:
+            if type(request) is wire.TakeOver:
                 handover.receive(self._dataset, *request)
                 self._changeover_error = self._start_error  # which the next epoch's beginning would drop
-            elif type(request) is HandOver:
+            elif type(request) is wire.HandOver:
                 state = handover.pack(self._dataset, self._arguments.rules.collate_fn)
-                for records in handed_over(state, handover.nbytes):
+                for records in wire.handed_over(state, handover.nbytes):
                     self._link.send(records)
                 self._is_over = True
         except BrokenPipeError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the next batch
             self._changeover_error = error
-            if type(request) is HandOver:  # the main process waits for it
-                self._link.send(pack_handed_over(0, 0, 0, b""))
+            if type(request) is wire.HandOver:  # the main process waits for it
+                self._link.send(wire.pack_handed_over(0, 0, 0, b""))
 
-    def _begin_epoch(self, request: BeginEpoch) -> None:
+    def _begin_epoch(self, request: wire.BeginEpoch) -> None:
         """Begin a new epoch, once all settings are here, with the same dataset object, as torch does."""
         self._settings[request.begin :] = request.piece
         if len(self._settings) < request.total_nbytes:
             return
         if not request.total_nbytes:  # this worker was started with the settings
-            self._link.send(pack_epoch_begun(request.epoch))
+            self._link.send(wire.pack_epoch_begun(request.epoch))
             return
         if self._heap is not None:
             self._heap.trim_if_short()
@@ -250,14 +231,14 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None
 
-    def _work(self, task: MakeBatch) -> None:
+    def _work(self, task: wire.MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
         allocator = self._allocator
         index_batch: Any = None
         try:
             allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes, task.hint_nbytes)
             payload = task.payload
-            if task.payload_nbytes > INLINE_NBYTES:
+            if task.payload_nbytes > wire.INLINE_NBYTES:
                 payload = allocator.read(task.payload_nbytes)
             index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
@@ -265,7 +246,7 @@ class Loop:
             made = self._make_and_encode(index_batch)
             if made is None:
                 allocator.release()
-                self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
+                self._link.send(wire.pack_stream_ended(task.seq, allocator.nbytes))
                 return
             encoded, flags = made
         except BaseException as error:
@@ -273,7 +254,7 @@ class Loop:
                 raise  # a process that the user's code forked is no worker: the exception ends it
             self._link.end_if_closed()
             report = self._report_on(error, index_batch)
-            flags = REPORTED | DETACHED * allocator.restart()
+            flags = wire.REPORTED | wire.DETACHED * allocator.restart()
             encoded = self._encoder.encode(report)
         self._publish(task, encoded, flags)
 
@@ -296,27 +277,27 @@ class Loop:
         encoded = self._encoder.encode(batch, leaves)
         if leaves is not None:
             self._placement.settle(leaves, encoded.header_end)
-        flags = REPORTED * (type(batch) is Report)
+        flags = wire.REPORTED * (type(batch) is Report)
         handover = self._handover
         if handover is not None and handover.is_due(self._dataset, self._arguments.rules.collate_fn):
-            flags |= FULL
+            flags |= wire.FULL
         return encoded, flags
 
-    def _publish(self, task: MakeBatch, encoded: Encoded, flags: int) -> None:
+    def _publish(self, task: wire.MakeBatch, encoded: Encoded, flags: int) -> None:
         """Report a batch that is complete in the slot; one that does not fit in it is sent in pieces."""
         allocator = self._allocator
         if encoded.spilled is not None:
             # The pieces are written over what the user's code may keep.
-            flags |= SPILLED | DETACHED * allocator.restart()
+            flags |= wire.SPILLED | wire.DETACHED * allocator.restart()
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
-            flags |= DETACHED
+            flags |= wire.DETACHED
             self._placement.note_kept()
         begin, end = encoded.header_begin, encoded.header_end
         if self._heap is not None and end > self._heap.enough_nbytes:
             self._heap.note_batch(end)
         made_ns = time.perf_counter_ns() - self._received_ns
-        answer = pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags)
+        answer = wire.pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags)
         if self._probe is not None:
             copied = self._encoder.copied_nbytes
             answer = self._probe.end(task.seq, self._wait_ns, copied, end - begin) + answer
@@ -353,7 +334,7 @@ class Loop:
         forget_frames(error)  # they hold the samples, and leaves in the slot
         return report
 
-    def _send_pieces(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _send_pieces(self, task: wire.MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch that is larger than its slot: piece by piece, through the slot."""
         allocator = self._allocator
         for most_nbytes in _PIECE_NBYTES:
@@ -363,6 +344,6 @@ class Loop:
         for begin in range(0, len(spilled), len(view)):
             piece = spilled[begin : begin + len(view)]
             view[: len(piece)] = piece.data
-            self._link.send(pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
-            while type(request := unpack_request(self._link.receive())) is not SendNextPiece:
+            self._link.send(wire.pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
+            while type(request := wire.unpack_request(self._link.receive())) is not wire.SendNextPiece:
                 self._later.append(request)  # the piece was not copied out yet
