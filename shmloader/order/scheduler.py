@@ -142,9 +142,8 @@ class Scheduler:
     ) -> None:
         # The policy of dynamic dispatch; None with static dispatch.
         self.free_workers: FreeWorkers | None = None
-        self._exchange = exchange
+        self._exchange, self._counters = exchange, exchange.counters
         self._table = table = exchange.table
-        self._counters = exchange.counters
         # It draws once more at its end. The time of that draw must not depend on how far workers ran ahead.
         is_random = type(sampler_of_indices(settings.index_sampler)) is RandomSampler
         self._random_sampler = settings.index_sampler if is_random else None
@@ -191,10 +190,7 @@ class Scheduler:
         if self._next_epoch is None or not self._sent_early:
             return None
         early = self._next_epoch.take(discard=discard or self._table.due() is not None)
-        if early is None:
-            self._counters.add("epochs_in_vain")
-            return None
-        self._counters.add("epochs_prefetched")
+        self._counters.add("epochs_in_vain" if early is None else "epochs_prefetched")
         return early
 
     def discard_early(self) -> None:
