@@ -361,7 +361,7 @@ class Main:
             self.scheduler.turns._turn,
             _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
             _canonical(_attributes(self.exchange, *_NO_STATE)),
-            self.exchange._recovery._restarts_left,
+            self.exchange._recovery.restarts_left,
             tuple(self.table.arrived),
             _canonical(_attributes(self.table, *_NO_STATE_OF_TABLE)),
             _canonical(_attributes(self.table.budget)),

@@ -17,6 +17,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -184,13 +185,11 @@ _PROBED = 8  # of a list's or dict's first items
 _LOOKED_INTO = frozenset((bytes, list, tuple, dict))
 
 
+@dataclass(slots=True)
 class _LargeBytes:
     """A bytes object in a batch that is about to be pickled: the pickler asks for no handler of bytes."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: bytes) -> None:
-        self.value = value
+    value: bytes
 
 
 def with_large_bytes(batch: Any) -> Any:

@@ -7,6 +7,7 @@ which it died is blamed, and two deaths at one batch are an error.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from shmloader.errors import WorkerTimeout
 from shmloader.indices.packed_indices import PackedInts, unpack_index_batch
@@ -24,22 +25,21 @@ _TOLD_AHEAD = (
 )
 
 
+@dataclass
 class Recovery:
-    """Replaces workers of one iterator, up to ``restarts`` of those that die or are silent.
+    """Replaces workers of one iterator. If a new one cannot start, all are stopped, and it raises why."""
 
-    It raises what keeps a new worker from starting, with a note; all workers are stopped then.
-    """
-
-    def __init__(self, table: PlaceTable, workers: Workers, lifecycle: Lifecycle, restarts: int) -> None:
-        self._table, self._workers, self._lifecycle = table, workers, lifecycle
-        self._restarts_left = restarts
+    table: PlaceTable
+    workers: Workers
+    lifecycle: Lifecycle
+    restarts_left: int  # of workers that die or are silent
 
     def silent_worker(self, due_from: int | None) -> Worker:
         """The worker to blame if none has answered in time: that of the due batch, or of the oldest task."""
         if due_from is None:
-            unanswered = self._table.making() or list(self._table.void.values())
+            unanswered = self.table.making() or list(self.table.void.values())
             due_from = unanswered[0].worker_id if unanswered else 0
-        return self._workers.workers[due_from]
+        return self.workers.workers[due_from]
 
     def replace(self, worker: Worker, silent_s: float | None, unsent: int, *, can_be_told: bool) -> Worker:
         """A new worker in place of one that is dead, or has been silent for ``silent_s``.
@@ -47,21 +47,21 @@ class Recovery:
         ``unsent`` of its tasks it was not sent yet. Unless the new one ``can_be_told``, its dataset would be
         of another epoch. Raises `WorkerDied` or `WorkerTimeout` if it is not to be replaced.
         """
-        held = self._table.making(worker.worker_id)
-        begun = held and worker.has_begun(self._table.unanswered[worker.worker_id] - unsent)
+        held = self.table.making(worker.worker_id)
+        begun = held and worker.has_begun(self.table.unanswered[worker.worker_id] - unsent)
         culprit = held[0] if begun else None
         deaths = 1 if culprit is None else culprit.count_death()
-        is_final = not self._restarts_left or deaths >= _MOST_DEATHS
+        is_final = not self.restarts_left or deaths >= _MOST_DEATHS
         if is_final or not can_be_told:
             why = "" if is_final else _TOLD_AHEAD
             # No local variable: its traceback refers to this frame, and so to the iterator and the dataset.
             if silent_s is None:
-                raise self._lifecycle.expect(self._death(worker, deaths, why))
-            raise self._lifecycle.expect(self._timeout(worker, silent_s, deaths, why))
-        stack = "" if silent_s is None else f"\n{self._workers.stack_of(worker.worker_id)}"
+                raise self.lifecycle.expect(self._death(worker, deaths, why))
+            raise self.lifecycle.expect(self._timeout(worker, silent_s, deaths, why))
+        stack = "" if silent_s is None else f"\n{self.workers.stack_of(worker.worker_id)}"
         fresh = self._restart(worker, f", with {shown(list(map(_indices, held)))}")
-        self._restarts_left -= 1
-        self._table.counters.add("worker_restarts")
+        self.restarts_left -= 1
+        self.table.counters.add("worker_restarts")
         _log.warning(
             "shmloader worker %d (pid %d) %s %s and was replaced by pid %d; %d more restart(s).%s",
             fresh.worker_id,
@@ -69,7 +69,7 @@ class Recovery:
             "died" if silent_s is None else f"was silent for {silent_s} s",
             "while it made no batch" if culprit is None else f"at the index batch {shown(_indices(culprit))}",
             fresh.pid,
-            self._restarts_left,
+            self.restarts_left,
             stack,
         )
         return fresh
@@ -77,7 +77,7 @@ class Recovery:
     def succeed(self, worker: Worker, private_nbytes: int) -> Worker:
         """A new worker in place of one that has handed over its state, and ends by itself."""
         fresh = self._restart(worker, has_left=True)
-        self._table.counters.add("workers_renewed")
+        self.table.counters.add("workers_renewed")
         _log.info(
             "shmloader worker %d (pid %d) had %d bytes of private memory and was replaced by pid %d",
             fresh.worker_id,
@@ -89,33 +89,33 @@ class Recovery:
 
     def _restart(self, worker: Worker, held: str = "", *, has_left: bool = False) -> Worker:
         try:
-            return self._workers.restart(worker.worker_id, has_left=has_left)
+            return self.workers.restart(worker.worker_id, has_left=has_left)
         except Exception as error:
             error.add_note(f"It was to replace worker {worker.worker_id} (pid {worker.pid}){held}")
-            self._lifecycle.expect(error)
+            self.lifecycle.expect(error)
             raise
 
     def _death(self, worker: Worker, deaths: int, why: str) -> Exception:
         """The error for a worker that has died, once all are stopped; ``deaths`` are at its first task."""
         why = f"{deaths} workers have ended at the first of its index batches." if deaths > 1 else why
-        indices = tuple(map(_indices, self._table.making(worker.worker_id)))
-        error = self._workers.died(worker.worker_id, indices, self._table.report(), why)
-        self._workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
-        self._table.close()
+        indices = tuple(map(_indices, self.table.making(worker.worker_id)))
+        error = self.workers.died(worker.worker_id, indices, self.table.report(), why)
+        self.workers.close(f"worker {worker.worker_id} died", grace_s=0.0)
+        self.table.close()
         return error
 
     def _timeout(self, worker: Worker, silent_s: float, deaths: int, why: str) -> WorkerTimeout:
         """The error for workers that do not answer, with the stack of the one that makes the next batch."""
         if deaths > 1:
             why = "Another worker has ended at the first of its index batches before."
-        outstanding = shown(tuple(map(_indices, self._table.making())))
+        outstanding = shown(tuple(map(_indices, self.table.making())))
         return WorkerTimeout(
-            f"DataLoader timed out after {silent_s} seconds: none of {len(self._workers.workers)} worker(s) "
+            f"DataLoader timed out after {silent_s} seconds: none of {len(self.workers.workers)} worker(s) "
             f"has finished a batch.{why and ' '}{why} "
             "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
             f"where; {page('docs/messages.md')} has the usual reasons. The next is due from worker "
             f"{worker.worker_id} ({worker.place}); outstanding index batches: "
-            f"{outstanding}\n{self._workers.stack_of(worker.worker_id)}"
+            f"{outstanding}\n{self.workers.stack_of(worker.worker_id)}"
         )
 
 

@@ -15,7 +15,7 @@ import traced_files
 from warm_python import warm_python
 
 WRITES = 40
-BATCH_FILES, ITER_FILES = 22, 32
+BATCH_FILES, ITER_FILES = 20, 32
 STATES_OF_THE_STORE = 3
 STORE = Path(__file__).parents[2] / "shmloader" / "store"
 
