@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +32,13 @@ from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.dataset_setup import DatasetSetup
 from shmloader.worker.epoch_settings import EpochCall, EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.handover import Handover
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.links import Link
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
+from shmloader.worker.probe import BatchProbe
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
-
-if TYPE_CHECKING:
-    from shmloader.worker.handover import Handover
-    from shmloader.worker.probe import BatchProbe
 
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
@@ -95,11 +93,8 @@ class Loop:
         self._seeds: SampleSeeds | None = None
         if arguments.seeds_samples:
             self._seeds = SampleSeeds(self._rng, arguments.base_seed, in_thread=in_thread)
-        self._handover: Handover | None = None
-        if arguments.max_nbytes is not None:
-            from shmloader.worker.handover import Handover
-
-            self._handover = Handover(arguments.max_nbytes, self._rng, heap)
+        limit = arguments.max_nbytes
+        self._handover = None if limit is None else Handover(limit, self._rng, heap)
         self._is_over = False  # another worker goes on
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
@@ -149,11 +144,7 @@ class Loop:
 
     def _measure(self, is_profiled: bool) -> None:
         """Measure from the next fetcher on, or no longer."""
-        self._probe = None
-        if is_profiled:
-            from shmloader.worker.probe import BatchProbe
-
-            self._probe = BatchProbe()
+        self._probe = BatchProbe() if is_profiled else None
         self._rules = self._rules._replace(probe=self._probe)
 
     def _make_fetcher(self) -> Fetcher:
