@@ -8,6 +8,7 @@ where the pages are that docstrings name, such as docs/gpu.md.
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import (
@@ -62,20 +63,17 @@ _IMPORTED_WHEN_USED = {
 }
 
 
-def _host_loading(loader: Any) -> Any:
-    from shmloader.serving.ranks import host_loading
+def _late(module: str, name: str) -> Callable[[Any], Any]:
+    def call(given: Any) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(given)
 
-    return host_loading(loader)
-
-
-def _own_process(dataset: Any) -> Any:
-    from shmloader.channel.own_process import OwnProcess
-
-    return OwnProcess(dataset)
+    return call
 
 
 # The loader may not import these packages, which import it: it looks here for what it needs of them.
-imported_when_used.update(host=_host_loading, OwnProcess=_own_process)
+imported_when_used.update(
+    host=_late("serving.ranks", "host_loading"), OwnProcess=_late("channel.own_process", "OwnProcess")
+)
 
 
 if not TYPE_CHECKING:  # to which any misspelt name would be known

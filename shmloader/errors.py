@@ -35,10 +35,8 @@ class WorkerDied(LoaderError):
         indices: tuple[object, ...] = (),
     ) -> None:
         super().__init__(message)
-        self.worker_id = worker_id
-        self.pid = pid
-        self.exit_code = exit_code
-        self.indices = indices
+        self.worker_id, self.indices = worker_id, indices
+        self.pid, self.exit_code = pid, exit_code
 
 
 class WorkerTimeout(LoaderError, TimeoutError):
@@ -90,8 +88,7 @@ class PeerDied(LoaderError):
 
     def __init__(self, message: str, *, pid: int = -1, exit_code: int | None = None) -> None:
         super().__init__(message)
-        self.pid = pid
-        self.exit_code = exit_code
+        self.pid, self.exit_code = pid, exit_code
 
 
 class QueueClosed(LoaderError, EOFError):

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -23,10 +23,8 @@ from shmloader.without_waiting import WithoutWaiting
 from shmloader.worker.dataset_setup import DatasetSetup, info_without_workers
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
+from shmloader.worker.probe import BatchProbe
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
-
-if TYPE_CHECKING:
-    from shmloader.worker.probe import BatchProbe
 
 
 class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
@@ -61,11 +59,10 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._report: StreamReport | None = None  # of the batch that was fetched last
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._recorder = recorder = counters.recorder
-        self._probe: BatchProbe | None = None
+        self._probe = None if recorder is None else BatchProbe()
+        rules = rules._replace(probe=self._probe)
         if recorder is not None:
             recorder.begin_epoch(0)
-            self._probe = recorder.make_probe()
-            rules = rules._replace(probe=self._probe)
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))

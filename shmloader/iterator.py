@@ -19,7 +19,7 @@ from shmloader import interrupts, torch_private
 from shmloader.codec import Decoder
 from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
-from shmloader.failures.bad_samples import LEFT_OUT, ReportCounts
+from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.failures.exceptions import restore
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.epoch_prefetch import next_epoch_for
@@ -159,7 +159,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
-            settings = EpochSettings(self._shared_seed, self._calls, self._counters.make_probe)
+            settings = EpochSettings(self._shared_seed, self._calls, self._recorder is not None)
             pickled = pickle.dumps(settings, 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._calls_back.clear()
@@ -187,7 +187,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def await_replacements(self) -> None:
         """Wait until no worker is handing over to a new one, which gets the dataset as it is now."""
-        if self._exchange.is_renewing and not self.closed:
+        if self._exchange.handed_over and not self.closed:
             self._in_a_call(self._exchange.await_renewed)
 
     def set_epoch(self, call: EpochCall, before: EpochCall | None) -> None:
@@ -210,8 +210,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self.close()
                 self._check_open()
             self._waits = waits
-            self._progress.keep()
             progress = self._progress
+            self._done_before = progress.done
             # torch's own __next__ opens a profiler range (10 us), and warns of a stream that is longer than
             # len(loader) has said.
             len_called: Any = self._IterableDataset_len_called
@@ -227,7 +227,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         except BaseException as error:
             lifecycle.fail(error)
             if progress is not None and not isinstance(error, Exception):
-                progress.take_back()
+                progress.take_back(self._done_before)
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if interrupts.is_led_to_by_close(error, self._all_workers.interrupted):
                 raise interrupts.closed_meanwhile(self._all_workers.closed_because) from error
@@ -270,7 +270,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 if recorder is not None:
                     recorder.end_next(self._counters.wait_for_workers_ns, table.kept)
                 return batch
-            self._progress.keep()
+            self._done_before = self._progress.done
         raise self._end_epoch()
 
     def _note_asked(self, recorder: Recorder) -> None:
@@ -295,20 +295,21 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
     def _await(self, place: Place) -> None:
         """Receive records from workers, or wait for them, until the batch of a place may be here."""
         scheduler, exchange = self._scheduler, self._exchange
-        if self._stream is not None and not scheduler.is_active(place.worker_id):
+        if self._stream is not None and not scheduler.turns.is_active(place.worker_id):
             self.table.set_void(place)  # its worker's iterable dataset ended before it
             return
         waits = self._waits
         if not (waits and exchange.receive_from(place.worker_id)):
-            scheduler.note_wait(place)
+            if scheduler.free_workers is not None:
+                scheduler.note_wait(place)
             exchange.receive(place.worker_id, waits=waits)
-        self._end_streams()
+        if exchange.ended_streams:
+            self._end_streams()
 
     def _end_streams(self) -> None:
         """Have other workers get the tasks of those whose iterable dataset is exhausted."""
-        ended = self._exchange.ended_streams
-        while ended:
-            self._scheduler.drop_out(ended.pop())
+        while self._exchange.ended_streams:
+            self._scheduler.drop_out(self._exchange.ended_streams.pop())
 
     def _return(self, place: Place) -> Any:
         """The batch of a place where it has arrived, or ``LEFT_OUT``; raises the exception in its place."""
@@ -335,15 +336,9 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor
             if flags & REPORTED:
-                told, report = batch, batch.stream
-                batch = self._counters.of(ReportCounts).take(told, self._counters.batches)
-                if told.error:
-                    self._counters.add("failures")
-                    raise self._lifecycle.expect(restore(told.error))
-                if batch is LEFT_OUT:
-                    self._note_done(position, worker_id, report, returned=False)
-                    return batch
-            if delivery is not None and finish_copy is None:
+                report = batch.stream
+                batch = self._take_report(batch)
+            if delivery is not None and finish_copy is None and batch is not LEFT_OUT:
                 batch = delivery.deliver(batch, place)
         except Exception as error:
             self._note_done(position, worker_id, report, returned=False)  # the next call continues after it
@@ -351,7 +346,18 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self._progress.end(self._scheduler.states_before_early)
             self._lifecycle.expect(error)
             raise
-        self._note_done(position, worker_id, report, returned=True)
+        if self._stream is None and batch is not LEFT_OUT:
+            self._progress.take(position)  # as `_note_done` does it, without a call for each batch
+        else:
+            self._note_done(position, worker_id, report, returned=batch is not LEFT_OUT)
+        return batch
+
+    def _take_report(self, report: Report) -> Any:
+        """The batch of a report, or ``LEFT_OUT``; raises the exception in its place."""
+        batch = self._counters.of(ReportCounts).take(report, self._counters.batches)
+        if report.error:
+            self._counters.add("failures")
+            raise self._lifecycle.expect(restore(report.error))
         return batch
 
     def _note_done(

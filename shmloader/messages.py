@@ -1,7 +1,9 @@
-"""Texts for messages: values of the program, on one line and cut at a length; endings of processes."""
+"""Texts for messages: values of the program, on one line and cut at a length; endings of processes; pages."""
 
 import contextlib
 import signal
+from importlib import metadata
+from pathlib import Path
 
 LINE = 200
 """Most characters that indices, keys and other values take in a message."""
@@ -31,3 +33,16 @@ def ending_of(exit_code: int | None) -> str:
     with contextlib.suppress(ValueError):
         return f"was killed by signal {-exit_code} ({signal.Signals(-exit_code).name})"
     return f"was killed by signal {-exit_code}"
+
+
+def page(name: str) -> str:
+    """The path of a page such as ``"docs/messages.md"``: in the checkout, or from pip; else its name."""
+    checkout = Path(__file__).parents[1]
+    if (checkout / "mkdocs.yml").is_file():
+        return str(checkout / name)
+    try:
+        files = metadata.files("shmloader") or []
+    except (metadata.PackageNotFoundError, OSError):  # not installed; no descriptor left to look
+        return name
+    found = (file for file in files if file.as_posix().endswith(f"share/doc/shmloader/{name}"))
+    return next((str(Path(str(file.locate())).resolve()) for file in found), name)

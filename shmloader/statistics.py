@@ -13,6 +13,9 @@ from shmloader.messages import shown
 from shmloader.verdict import Evidence, judge, time_of
 
 _MOST_BAD_SAMPLES = 3  # that a table shows
+_SAME = "batches in_process_s num_workers usable_cores own_cores foreign_cores throttled_share spills".split()
+"""Figures of the same name in `LoaderStatistics` and `Evidence`."""
+
 _Counts = TypeVar("_Counts")
 
 
@@ -122,21 +125,14 @@ class LoaderStatistics:
         chosen = self.autotune
         slots = (self.slots_free, self.slots_granted, self.slots_published, self.slots_leased)
         return Evidence(
-            batches=self.batches,
+            **{name: getattr(self, name) for name in _SAME},
             total_s=self.iterating_s,
             wait_s=self.wait_for_workers_s,
             first_s=self.wait_for_first_batches_s,
             start_s=self.wait_for_starts_s,
-            in_process_s=self.in_process_s,
-            num_workers=self.num_workers,
-            usable_cores=self.usable_cores,
             made_s=self.workers_made_s,
-            own_cores=self.own_cores,
-            foreign_cores=self.foreign_cores,
-            throttled_share=self.throttled_share,
             held=self.slots_leased,
             slots=sum(slots) + self.slots_guarded,
-            spills=self.spills,
             autotune=chosen.why if chosen is not None and chosen.settled else "",
         )
 
@@ -211,13 +207,7 @@ def _size(nbytes: int) -> str:
 
 
 class Recorder(Protocol):
-    """Takes the times of batches while a loader is profiled; main process.
-
-    Attributes:
-        make_probe: Makes the probe of a worker.
-    """
-
-    make_probe: Callable[[], Any]
+    """Takes the times of batches while a loader is profiled; main process."""
 
     def begin_epoch(self, num_workers: int) -> None:
         """Begin an epoch with so many workers."""
@@ -296,18 +286,11 @@ class Counters:
         """Note that torch's own iterator loads."""
         self.torchs_way = True
 
-    @property
-    def make_probe(self) -> Callable[[], Any] | None:
-        """The function that makes workers' probes; None while the loader is not profiled."""
-        return None if self.recorder is None else self.recorder.make_probe
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Have epochs that begin from now on recorded, or no longer."""
-        self.recorder = recorder
-
-    def replay_with(self, replay: Callable[[Any, int | None], Any] | None) -> None:
-        """Have epochs that begin from now on replayed by a function of an iterator and its length, or not."""
-        self.replay = replay
+    def record(
+        self, recorder: Recorder | None, replay: Callable[[Any, int | None], Any] | None = None
+    ) -> None:
+        """Have epochs from now on recorded, or replayed by a function of an iterator and its length."""
+        self.recorder, self.replay = recorder, replay
 
     def add(self, name: _Rare, count: int = 1) -> None:
         """Add to a count that few batches have."""

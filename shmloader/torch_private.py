@@ -362,9 +362,8 @@ def default_store() -> Any:
     return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
 
-def profiler_enabled() -> bool:
-    """Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs."""
-    return getattr(profiler, "_is_profiler_enabled", True)
+profiler_enabled: Callable[[], bool] = functools.partial(getattr, profiler, "_is_profiler_enabled", True)
+"""Whether torch's profiler is recording: only then ``next()`` opens a profiler range, in 10 µs."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

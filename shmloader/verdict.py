@@ -63,6 +63,9 @@ class Verdict:
         return self.text
 
 
+_Found = tuple[Cause, str]
+
+
 @dataclass(frozen=True)
 class Profiled:
     """Figures that only a profile has; seconds are sums over all batches, and over the workers."""
@@ -121,169 +124,153 @@ def judge(evidence: Evidence) -> Verdict:
     for rule in _RULES:
         found = rule(evidence)
         if found is not None:
-            return found
+            return Verdict(*found)
     raise AssertionError("the last rule always applies")
 
 
-def _too_little(e: Evidence) -> Verdict | None:
+def _too_little(e: Evidence) -> _Found | None:
     if not e.batches or not e.total_s:
-        return Verdict(Cause.TOO_LITTLE, "No batch has been returned yet.")
+        return Cause.TOO_LITTLE, "No batch has been returned yet."
     if e.total_s >= _LEAST_S and (e.batches >= _LEAST_BATCHES or e.total_s >= _ENOUGH_S):
         return None
-    return Verdict(
-        Cause.TOO_LITTLE,
+    return Cause.TOO_LITTLE, (
         f"Too little was seen to say what the bottleneck is: {e.batches} batches in {time_of(e.total_s)}; "
-        f"{e.waited}.",
+        f"{e.waited}."
     )
 
 
-def _replayed(e: Evidence) -> Verdict | None:
+def _replayed(e: Evidence) -> _Found | None:
     if not e.replays:
         return None
-    return Verdict(
-        Cause.PROGRAM,
+    return Cause.PROGRAM, (
         f"One batch was replayed, so loading took no time: no loader makes this program faster than "
-        f"{e.batches / e.total_s:,.1f} batches/s.",
+        f"{e.batches / e.total_s:,.1f} batches/s."
     )
 
 
-def _no_workers(e: Evidence) -> Verdict | None:
+def _no_workers(e: Evidence) -> _Found | None:
     if not e.in_process_s:
         return None
     made = f"next() made the batches itself, in {share_of(e.in_process_s, e.total_s)}"
     if e.in_process_s < _LEAST_WAIT * e.total_s:
-        return Verdict(Cause.PROGRAM, f"Your loop is the bottleneck: {made}; workers would save only that.")
-    return Verdict(Cause.NO_WORKERS, f"There are no workers: {made}; num_workers=1 or more would save that.")
+        return Cause.PROGRAM, f"Your loop is the bottleneck: {made}; workers would save only that."
+    return Cause.NO_WORKERS, f"There are no workers: {made}; num_workers=1 or more would save that."
 
 
-def _main_process(e: Evidence) -> Verdict | None:
+def _main_process(e: Evidence) -> _Found | None:
     """The cause in the main process, if that is not waiting for workers."""
     p = e.profiled
     sampler_s, next_s = (0.0, 0.0) if p is None else (p.sampler_s, p.next_s)
     if e.held >= _HELD or (e.spills >= _SPILLED * e.batches and e.held > e.slots // 2):
         copied = f", and {e.spills:,} batches were copied to private memory" if e.spills else ""
-        return Verdict(
-            Cause.HELD,
+        return Cause.HELD, (
             f"The program holds {e.held} batches{f' in {e.slots} slots' if e.slots else ''}{copied}: a slot "
             "is not used again until the last view of its batch is gone. Keep what you need of a batch as a "
-            "copy (tensor.clone(), .item()), and del the rest.",
+            "copy (tensor.clone(), .item()), and del the rest."
         )
     most_s = max(e.wait_s, sampler_s, next_s)
     if most_s < _LEAST_WAIT * e.total_s:
-        return Verdict(
-            Cause.PROGRAM, f"Your loop is the bottleneck: {e.waited}; more workers would not help."
-        )
+        return Cause.PROGRAM, f"Your loop is the bottleneck: {e.waited}; more workers would not help."
     if p is None or most_s == e.wait_s:
         return None
     if most_s == sampler_s:
-        return Verdict(
-            Cause.SAMPLER,
+        return Cause.SAMPLER, (
             f"The sampler is the bottleneck: it took {share_of(sampler_s, e.total_s)}, in the main process. "
-            "Make index batches ahead (one call of torch.randperm(...).tolist(), say), not one by one.",
+            "Make index batches ahead (one call of torch.randperm(...).tolist(), say), not one by one."
         )
     if p.header_nbytes * _AS_QUICK > p.copied_nbytes and p.header_nbytes > 1 << 14:
         return _pickled(p, f"next() took {share_of(next_s, e.total_s)} to read batches")
-    return Verdict(
-        Cause.NEXT,
+    return Cause.NEXT, (
         f"next() itself is the bottleneck: it took {share_of(next_s, e.total_s)} besides waiting. Batches "
-        "are small for their number: a larger batch_size saves that.",
+        "are small for their number: a larger batch_size saves that."
     )
 
 
-def _pickled(p: Profiled, evidence: str) -> Verdict:
-    return Verdict(
-        Cause.PICKLED,
+def _pickled(p: Profiled, evidence: str) -> _Found:
+    return Cause.PICKLED, (
         f"Pickled objects are the bottleneck: {evidence}, of which {p.header_nbytes:,.0f} bytes each are "
-        "Python objects. Return tensors or arrays (collate_fn) in place of lists of numbers and objects.",
+        "Python objects. Return tensors or arrays (collate_fn) in place of lists of numbers and objects."
     )
 
 
-def _starts(e: Evidence) -> Verdict | None:
+def _starts(e: Evidence) -> _Found | None:
     work_s = e.wait_s - e.start_s
     if work_s < e.start_s:
-        return Verdict(
-            Cause.START,
+        return Cause.START, (
             f"The start of the workers is the bottleneck: next() waited {share_of(e.start_s, e.total_s)} "
-            "until they had started; without persistent_workers=True they start in each epoch.",
+            "until they had started; without persistent_workers=True they start in each epoch."
         )
     if e.first_s - e.start_s > work_s / 2:
         later_s = e.total_s - e.first_s
         kept_up = later_s > e.first_s and e.wait_s - e.first_s < _LEAST_WAIT * later_s
         then = "; after them your loop is" if kept_up else ""
-        return Verdict(
-            Cause.FIRST_BATCH,
+        return Cause.FIRST_BATCH, (
             f"The first batches of epochs are the bottleneck: {e.waited}, {time_of(e.first_s)} of it for "
-            f"them{then}. Longer epochs would help, or quicker samples, and prefetch_epochs=True may.",
+            f"them{then}. Longer epochs would help, or quicker samples, and prefetch_epochs=True may."
         )
     return None
 
 
-def _lack_of_cores(e: Evidence) -> Verdict | None:
+def _lack_of_cores(e: Evidence) -> _Found | None:
     p = e.profiled
     delayed = p is not None and p.delay_s >= _DELAYED * e.made_s
     if e.throttled_share >= _THROTTLED:
-        return Verdict(
-            Cause.THROTTLED,
+        return Cause.THROTTLED, (
             f"The cgroup's processor quota is the bottleneck: it was used up in {e.throttled_share:.0%} of "
             f"the scheduler's periods; {e.waited}. Raise the quota (cpu.max; --cpus in Docker); until then "
-            f"num_workers={e.usable_cores or 1} is enough.",
+            f"num_workers={e.usable_cores or 1} is enough."
         )
     if p is not None and delayed and e.foreign_cores >= _FOREIGN * e.usable_cores:
         # Would these workers keep up if they had had a core whenever they were ready?
         alone_s = max(p.cpu_s, e.made_s - p.delay_s) / e.num_workers
         if alone_s <= p.step_s + p.sampler_s + p.next_s:
-            return Verdict(
-                Cause.FOREIGN,
+            return Cause.FOREIGN, (
                 f"Other programs are the bottleneck: they kept {e.foreign_cores:.1f} of {e.usable_cores} "
                 f"cores busy, and workers had no core for {share_of(p.delay_s, e.made_s)} of their time. "
-                "Stop them, or ask for cores of your own.",
+                "Stop them, or ask for cores of your own."
             )
     if e.num_workers > e.usable_cores > 0 and (delayed if p else e.is_full) and not e.autotune:
         why = f"; they had no core for {share_of(p.delay_s, e.made_s)} of their time" if p else ""
-        return Verdict(
-            Cause.TOO_MANY,
+        return Cause.TOO_MANY, (
             f"The workers are the bottleneck: {e.waited}, and there are too many: {e.num_workers} of them "
             f"share {e.usable_cores} cores{why}. num_workers={e.usable_cores} loads as fast; beyond that "
-            "only quicker samples help.",
+            "only quicker samples help."
         )
     return None
 
 
-def _one_slow(e: Evidence) -> Verdict | None:
+def _one_slow(e: Evidence) -> _Found | None:
     p = e.profiled
     if p is not None and p.excess_s >= _SAMPLE * e.made_s:
-        return Verdict(
-            Cause.SLOW_SAMPLE,
+        return Cause.SLOW_SAMPLE, (
             f"One slow sample is the bottleneck: {p.slow_sample}, and such samples took "
             f"{share_of(p.excess_s, e.made_s)} of the workers' time; {e.waited}. Look at that sample; "
-            'dispatch="dynamic" lets the other workers go on meanwhile.',
+            'dispatch="dynamic" lets the other workers go on meanwhile.'
         )
     if p is not None and p.slow_worker is not None and p.slow_worker[1] >= _SLOWER:
         number, times = p.slow_worker
-        return Verdict(
-            Cause.SLOW_WORKER,
+        return Cause.SLOW_WORKER, (
             f"One slow worker is the bottleneck: worker {number} takes {times:.1f} times as long for a batch "
             f"as the others; {e.waited}. See what it does otherwise (worker_init_fn, get_worker_info()); "
-            'dispatch="dynamic" gives it fewer batches.',
+            'dispatch="dynamic" gives it fewer batches.'
         )
     return None
 
 
-def _writing(e: Evidence) -> Verdict | None:
+def _writing(e: Evidence) -> _Found | None:
     p = e.profiled
     if p is None or p.write_s < _WRITING * e.made_s:
         return None
     wrote = f"workers took {share_of(p.write_s, e.made_s)} to write batches"
     if p.header_nbytes * _AS_QUICK > p.copied_nbytes:
         return _pickled(p, wrote)
-    return Verdict(
-        Cause.COPIED,
+    return Cause.COPIED, (
         f"Copies are the bottleneck: {wrote}, {p.copied_nbytes:,.0f} bytes each that were made elsewhere. "
-        "Make them in the slot: shmloader.empty() in collate_fn, or default_collate.",
+        "Make them in the slot: shmloader.empty() in collate_fn, or default_collate."
     )
 
 
-def _number_of_workers(e: Evidence) -> Verdict | None:
+def _number_of_workers(e: Evidence) -> _Found | None:
     p, cores = e.profiled, e.usable_cores
     busy = e.made_s / (e.num_workers * e.total_s) if e.num_workers else 0.0
     if e.autotune or e.is_full or (e.made_s and busy < _BUSY):
@@ -299,46 +286,42 @@ def _number_of_workers(e: Evidence) -> Verdict | None:
     why = (
         "they wait for a disk, a network or a lock most of the time" if waits else f"there are {cores} cores"
     )
-    return Verdict(
-        Cause.TOO_FEW,
+    return Cause.TOO_FEW, (
         f"The workers are the bottleneck: {e.waited}, and there are too few: {e.num_workers} busy worker(s), "
-        f"and {why}; num_workers={needed} would help.",
+        f"and {why}; num_workers={needed} would help."
     )
 
 
-def _work(e: Evidence) -> Verdict:
+def _work(e: Evidence) -> _Found:
     p = e.profiled
     the = f"The workers are the bottleneck: {e.waited}"
     if e.autotune:
         chosen = f"num_workers='auto' chose {e.num_workers} ({e.autotune})"
-        return Verdict(Cause.WORKERS, f"{the}; {chosen}, so only quicker samples would help.")
+        return Cause.WORKERS, f"{the}; {chosen}, so only quicker samples would help."
     busy = e.made_s / max(e.num_workers * e.total_s, 1e-9)
     if 0 < busy < _BUSY and e.num_workers > 1:
-        return Verdict(
-            Cause.UNEVEN,
+        return Cause.UNEVEN, (
             f"{the}, although workers were busy for only {busy:.0%} of the time: "
-            'batches take different times. dispatch="dynamic" or a larger prefetch_factor evens that out.',
+            'batches take different times. dispatch="dynamic" or a larger prefetch_factor evens that out.'
         )
     if p is None:
         more = "" if e.usable_cores else "more workers or "
-        return Verdict(
+        return (
             Cause.WORKERS,
             f"{the}; {more}quicker samples would help. loader.profile() says what takes the workers' time.",
         )
     if p.collate_s > p.fetch_s:
-        return Verdict(
-            Cause.COLLATE,
+        return Cause.COLLATE, (
             f"{the}, and collate_fn takes {share_of(p.collate_s, e.made_s)} of a worker's time; let it make "
-            "fewer and larger calls, or leave it to default_collate.",
+            "fewer and larger calls, or leave it to default_collate."
         )
-    return Verdict(
-        Cause.FETCH,
+    return Cause.FETCH, (
         f"{the}, and fetching samples takes {share_of(p.fetch_s, e.made_s)} of a worker's time; quicker "
-        "samples (dataset[i]) would help.",
+        "samples (dataset[i]) would help."
     )
 
 
-_RULES: tuple[Callable[[Evidence], Verdict | None], ...] = (
+_RULES: tuple[Callable[[Evidence], _Found | None], ...] = (
     _too_little,
     _replayed,
     _no_workers,

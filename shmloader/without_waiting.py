@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Self
 
+from shmloader.errors import LoaderError, NotReady
 from shmloader.statistics import Counters
 from shmloader.torch_private import never_compiled
 
@@ -36,6 +39,65 @@ class WithoutWaiting:
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The further batches for ``async for``; see `DataLoader.__aiter__`."""
-        from shmloader.async_batches import AsyncBatches
-
         return AsyncBatches(self, float(self._timeout), self._counters.note_wait)
+
+
+_waited_for: set[int] = set()
+"""Descriptors of iterators for whose next batch a task waits."""
+
+
+class AsyncBatches:
+    """The batches of one pass. Tasks may share it: each batch comes to one of them.
+
+    A batch is taken only in the step in which it is returned, so a task that is cancelled while it waits has
+    taken none. Other tasks run before each batch, also where it is here already.
+    """
+
+    def __init__(self, iterator: Any, timeout_s: float, note_wait: Callable[[int], None]) -> None:
+        self._iterator = iterator  # with `try_next` and `fileno`
+        self._timeout_s = timeout_s  # after which the iterator is to look at its workers; 0 for never
+        self._note_wait = note_wait  # counts nanoseconds
+        self._turns = asyncio.Lock()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next batch; `StopAsyncIteration` after the last one, and else the exceptions of ``next()``."""
+        async with self._turns:
+            await asyncio.sleep(0)
+            while True:
+                try:
+                    return self._iterator.try_next()
+                except StopIteration:
+                    raise StopAsyncIteration from None
+                except NotReady:
+                    pass  # to wait here would make it the context of what is raised later
+                await self._ready()
+
+    async def _ready(self) -> None:
+        """Wait until there may be a batch, or for as long as the timeout."""
+        fd, loop = self._iterator.fileno(), asyncio.get_running_loop()
+        if fd in _waited_for:  # an event loop has one reader for each descriptor
+            raise LoaderError(
+                "another task waits for the next batch of this iterator. Let the tasks share one "
+                "aiter(loader): each batch then comes to one of them"
+            )
+        ready = loop.create_future()
+        _waited_for.add(fd)
+        began_ns = time.perf_counter_ns()
+        loop.add_reader(fd, _end_wait, ready)
+        timer = loop.call_later(self._timeout_s, _end_wait, ready) if self._timeout_s > 0 else None
+        try:
+            await ready
+        finally:
+            _waited_for.discard(fd)
+            loop.remove_reader(fd)
+            if timer is not None:
+                timer.cancel()
+            self._note_wait(time.perf_counter_ns() - began_ns)
+
+
+def _end_wait(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

@@ -292,12 +292,12 @@ def run_program(seed: int, *, places: bool) -> list[Any]:
         for number in range(BATCHES):
             slot = number % 2
             slots[slot] = slots[slot] or segment.reserve(slot, 0, SLOT_NBYTES)
-            allocator.begin(slot, slots[slot], MOST_NBYTES)
-            allocator.prepare(hint)
+            allocator.begin(slot, slots[slot], MOST_NBYTES, hint)
             samples = _samples(number)
             set_current_allocator(allocator)
             try:
-                batch = placement.with_news(collate(samples))
+                batch = collate(samples)
+                batch = placement.with_news(batch) if placement.has_news else batch
             except Exception as error:
                 outcomes.append((type(error), str(error)))
                 placement.drop()

@@ -225,8 +225,7 @@ class Main:
                 # As in the iterator: the worker that owes the next batch is the one that is silent.
                 self.exchange.receive(self.due_from() if kind == "timeout" else None)
             except KeyboardInterrupt:
-                self.progress.take_back()
-                self.progress.keep()  # the loop calls next() again
+                self.progress.take_back(self.done_before)  # the loop calls next() again
 
         if self.phase == "run" and self.arrived() is None and (due := self.table.due()) is not None:
             self.scheduler.note_wait(due)  # as the iterator does before it sleeps
@@ -256,7 +255,7 @@ class Main:
     def _begin_epoch(self) -> None:
         self.had: set[int] = set()
         self.progress = self.setting.progress(0, 0, None, "", None)
-        self.progress.keep()
+        self.done_before = self.progress.done
         positions = range(self.setting.batches)
         self.scheduler.begin_epoch(
             iter([LONG if position == self.setting.long else [position] for position in positions])
@@ -277,7 +276,7 @@ class Main:
         self.progress.take(position)
         if flags & REPORTED:
             del anchor
-            self.progress.keep()
+            self.done_before = self.progress.done
             return  # next() goes on
         expected = [stamp(self.epoch, position)]
         if position == self.setting.parts:
@@ -290,7 +289,7 @@ class Main:
             self.held[place.number] = anchor
         elif kept < SPARE_SLOTS and position != self.setting.parts:
             raise Broken(COPIES, f"batch {position} was copied, but only {sorted(self.held)} are held")
-        self.progress.keep()  # the loop calls next() again
+        self.done_before = self.progress.done  # the loop calls next() again
 
     def due_from(self) -> int | None:
         """The worker that the main process waits for when the timeout ends."""
@@ -359,9 +358,10 @@ class Main:
             None if self.auto is None else self.auto.prefetch_factor,
             tuple(map(str, _attributes(self.progress).values())),
             self.scheduler._sent,
-            self.scheduler._turns._turn,
+            self.scheduler.turns._turn,
             _canonical(_attributes(self.scheduler._growth, *_NO_STATE_OF_GROWTH)) if self.auto else (),
             _canonical(_attributes(self.exchange, *_NO_STATE)),
+            self.exchange._recovery.restarts_left,
             tuple(self.table.arrived),
             _canonical(_attributes(self.table, *_NO_STATE_OF_TABLE)),
             _canonical(_attributes(self.table.budget)),
@@ -371,7 +371,7 @@ class Main:
 
 
 # Attributes that are noted elsewhere, never change, or depend on the clock.
-_NO_STATE = ("table", "workers", "counters", "lifecycle", "_timeout_s", "_wait_ns")
+_NO_STATE = ("table", "workers", "counters", "lifecycle", "_recovery", "_timeout_s", "_wait_ns")
 _NO_STATE_OF_TABLE = ("segment", "places", "budget", "counters", "guard", "inspection", "_due")
 _NO_STATE_OF_GROWTH = (
     "_auto",

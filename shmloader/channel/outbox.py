@@ -146,20 +146,21 @@ class Outbox(SlotAllocator):
 
     # --- what the encoder asks, while no slot is open too
 
-    def ensure(self, nbytes: int) -> bool:
+    def ensure(self, nbytes: int) -> memoryview:
         """Make room for an object whose size is known now; `SharedMemoryExhausted` if there is none."""
         if self._open is None:
             if nbytes <= len(self._record):
-                return True
+                return self.view()
             self._open_slot(nbytes)
-        if not super().ensure(nbytes):
+        view = super().ensure(nbytes)
+        if view is None:
             raise exhausted(
                 f"an object of {nbytes:,} bytes does not fit in its slot, which may have "
                 f"{self.limit_nbytes:,} bytes",
                 nbytes,
                 advice="Use a smaller maxsize, or a larger memory_budget_nbytes.",
             )
-        return True
+        return view
 
     @property
     def address(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import shmloader
 from shmloader.cli.bench import checkout
-from shmloader.pages import page
+from shmloader.messages import page
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""

@@ -53,12 +53,11 @@ class Decoder:
         return pickle.loads(header, buffers=wrap_all(anchor))
 
     def _learn_table(self, table: bytes) -> _WrapAll:
+        wrappings = _wrappings(table)
+        wrap_all: _WrapAll = functools.partial(_one_by_one, wrappings)
         if _comes_again(self._tables, table):
-            wrappings = _wrappings(table)
-            wrap_all = _in_one_call(wrappings) or functools.partial(_one_by_one, wrappings)
-            self._tables[table] = wrap_all
-            return wrap_all
-        return functools.partial(_one_by_one, _wrappings(table))
+            wrap_all = self._tables[table] = _in_one_call(wrappings) or wrap_all
+        return wrap_all
 
 
 def _reader(header: bytes, wrap_all: _WrapAll) -> _Read:

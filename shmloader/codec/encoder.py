@@ -140,10 +140,8 @@ class Encoder:
         allocator = self._allocator
         begin = allocator.place(len(header))
         total = begin + len(header)
-        spilled = None
-        if allocator.ensure(total):
-            view = allocator.view()
-        else:
+        spilled, view = None, allocator.ensure(total)
+        if view is None:
             spilled = np.empty(total, np.uint8)
             kept = min(total, allocator.nbytes)
             view = memoryview(spilled)  # type: ignore[arg-type]

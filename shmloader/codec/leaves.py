@@ -17,6 +17,7 @@ import math
 import operator
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def _reduce_tensor(tensor: torch.Tensor, add: Add) -> Any:
                 "graph cannot cross processes. Call tensor.detach() on it, in the dataset or in "
                 "collate_fn."
             )
-        return _requiring_grad, (tensor.detach(),)
+        return torch.Tensor.requires_grad_, (tensor.detach(),)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     shape = tensor.shape
@@ -128,10 +129,6 @@ def _as_leaf(placeholder: pickle.PickleBuffer) -> tuple[Any, ...]:
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a new tensor of this shape."""
     return tuple(math.prod(max(size, 1) for size in shape[place:]) for place in range(1, len(shape) + 1))
-
-
-def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_()
 
 
 def with_strides(leaf: list[torch.Tensor], shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
@@ -188,13 +185,11 @@ _PROBED = 8  # of a list's or dict's first items
 _LOOKED_INTO = frozenset((bytes, list, tuple, dict))
 
 
+@dataclass(slots=True)
 class _LargeBytes:
     """A bytes object in a batch that is about to be pickled: the pickler asks for no handler of bytes."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: bytes) -> None:
-        self.value = value
+    value: bytes
 
 
 def with_large_bytes(batch: Any) -> Any:

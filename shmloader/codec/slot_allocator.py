@@ -12,6 +12,7 @@ import math
 import pickle
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,16 +56,14 @@ _MOST_OUTPUTS = 1024
 _Dtype = torch.dtype | np.dtype[Any]
 
 
+@dataclass(slots=True)
 class _Mapped:
     """A slot as mapped in this process, with the outputs that were made over it."""
 
-    __slots__ = ("extent", "outputs", "placeholders", "rows")
-
-    def __init__(self, extent: Extent) -> None:
-        self.extent = extent
-        self.outputs: dict[tuple[int, int, tuple[int, ...], _Dtype], Output] = {}
-        self.placeholders: dict[int, pickle.PickleBuffer] = {}  # by the identity of an output's tensor
-        self.rows: dict[pickle.PickleBuffer, bytes] = {}  # of the leaf table, by placeholders
+    extent: Extent
+    outputs: dict[tuple[int, int, tuple[int, ...], _Dtype], Output] = field(default_factory=dict)
+    placeholders: dict[int, pickle.PickleBuffer] = field(default_factory=dict)  # by ids of outputs' tensors
+    rows: dict[pickle.PickleBuffer, bytes] = field(default_factory=dict)  # of the leaf table, by placeholders
 
 
 class SlotAllocator:
@@ -88,8 +87,11 @@ class SlotAllocator:
         self.cursor = 0
         self._kept: list[tuple[weakref.ref[Any], range]] = []  # addresses that user code keeps, by anchors
 
-    def begin(self, slot: int, nbytes: int, limit_nbytes: int) -> None:
-        """Take the slot that a task grants; see `MakeBatch` for the arguments."""
+    def begin(self, slot: int, nbytes: int, limit_nbytes: int, hint_nbytes: int = 0) -> None:
+        """Take the slot that a task grants; see `MakeBatch` for the arguments.
+
+        It is grown for a typical batch, to be written in place; if it cannot, pieces are sent anyway.
+        """
         self.slot, self.nbytes = slot, nbytes
         self.limit_nbytes = max(nbytes, limit_nbytes)
         self.cursor = 0
@@ -101,6 +103,9 @@ class SlotAllocator:
         elif len(here.outputs) > _MOST_OUTPUTS:  # shapes that never repeat; no batch refers to them now
             here = self._mapped[slot] = _Mapped(here.extent)
         self._here = here
+        if self.nbytes < hint_nbytes <= self.limit_nbytes:
+            with contextlib.suppress(SharedMemoryExhausted):
+                self._grow(hint_nbytes)
 
     def _map_some(self, nbytes: int) -> Extent:
         """Map the slot; if this process is short of address space, as much of its start as possible."""
@@ -114,12 +119,6 @@ class SlotAllocator:
                     self._mapped.clear()  # other slots', which can be mapped again
                 else:
                     raise
-
-    def prepare(self, hint_nbytes: int) -> None:
-        """Grow the slot for a typical batch, to be written in place; if it cannot, pieces are sent anyway."""
-        if self.nbytes < hint_nbytes <= self.limit_nbytes:
-            with contextlib.suppress(SharedMemoryExhausted):
-                self._grow(hint_nbytes)
 
     def read(self, nbytes: int) -> bytes:
         """The slot's first bytes (a long index batch); `SharedMemoryExhausted` if it has not mapped them."""
@@ -213,15 +212,15 @@ class SlotAllocator:
             address in addresses and watch() is not None for watch, addresses in self._kept
         )
 
-    def ensure(self, nbytes: int) -> bool:
-        """Grow the slot to hold ``nbytes``, keeping what was written.
+    def ensure(self, nbytes: int) -> memoryview | None:
+        """Grow the slot to hold ``nbytes``, keeping what was written; returns its bytes, see `view`.
 
-        Returns False if that exceeds the task's limit, the host's memory or this process's address space:
-        then the batch is spilled. Raises `SharedMemoryExhausted` if spilling, which takes more memory, would
-        make the kernel kill a process. At most once in a task.
+        None if that exceeds the task's limit, the host's memory or this process's address space: then the
+        batch is spilled. Raises `SharedMemoryExhausted` if spilling, which takes more memory, would make the
+        kernel kill a process. At most once in a task.
         """
-        if nbytes <= self.nbytes:
-            return True
+        if nbytes <= self.nbytes and self._here is not None:
+            return self._here.extent.view
         may_refuse, self._may_refuse = self._may_refuse, False
         try:
             if nbytes > self.limit_nbytes:
@@ -234,8 +233,8 @@ class SlotAllocator:
                     f"private memory takes {2 * nbytes:,} bytes"
                 )
                 check_headroom(2 * nbytes, purpose)
-            return False
-        return True
+            return None
+        return self.view()
 
     def release(self) -> bool:
         """End the task: the slot is about to be published.
@@ -312,10 +311,10 @@ _current = _Current()
 
 
 def current_allocator() -> SlotAllocator | None:
-    """The allocator of the task that this thread is working on, or None outside one."""
+    """The allocator of the worker whose thread this is, which allocates nothing outside a task; or None."""
     return _current.allocator
 
 
 def set_current_allocator(allocator: SlotAllocator | None) -> None:
-    """Set the allocator that this thread allocates with; None at the end of a task."""
+    """Set the allocator that this thread allocates with, or None."""
     _current.allocator = allocator

@@ -28,33 +28,13 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
 
 from shmloader.errors import LoaderClosed, NotReady, SharedMemoryExhausted
-from shmloader.exchange import recovery
+from shmloader.exchange.recovery import Recovery
 from shmloader.indices.packed_indices import pack_index_batch
 from shmloader.interrupts import WAITING, Lifecycle
 from shmloader.slots import Place, PlaceTable
-from shmloader.wire.records import (
-    ANSWER_NBYTES,
-    DETACHED,
-    FULL,
-    INLINE_NBYTES,
-    PUBLISHED,
-    SPIN_NS,
-    BatchTimes,
-    EpochBegun,
-    HandedOver,
-    PieceReady,
-    StreamEnded,
-    pack_begin_epoch,
-    pack_hand_over,
-    pack_make_batch,
-    pack_send_next_piece,
-    take_over,
-    unpack_answer,
-    unpack_published,
-)
+from shmloader.wire import records as wire
 from shmloader.workers import Worker, Workers
 
 
@@ -68,19 +48,18 @@ class Exchange:
     def __init__(
         self, table: PlaceTable, workers: Workers, lifecycle: Lifecycle, restarts: int, timeout_s: float
     ) -> None:
-        self.table = table
-        self.workers = workers
-        self.lifecycle = lifecycle
+        self.table, self.workers, self.lifecycle = table, workers, lifecycle
         self.counters = table.counters
         # Workers that have reported, since this was last emptied, that their dataset is exhausted.
         self.ended_streams: list[int] = []
         self.joining: set[int] = set()  # workers that were added later and have sent no record yet
-        self._restarts_left = restarts
+        self._recovery = Recovery(table, workers, lifecycle, restarts)
         self.told_ahead = False  # whether the program's dataset has heard of an epoch after the present one
         self._can_tell_back = True  # then: whether a new worker's copy can be told of the present one
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
-        self._states: dict[int, bytearray] = {}  # by worker: what those hand over that are to be replaced
+        # By worker: what those have handed over so far that were asked to, for a new one that has not begun.
+        self.handed_over: dict[int, bytearray] = {}
         self._wait_ns = 0  # how long the last wait took
         self._nothing_since_s: float | None = None  # `receive` without waiting has found nothing since then
 
@@ -101,24 +80,14 @@ class Exchange:
             place = unsent[0]
             payload = place.payload
             nbytes = len(payload)
-            if nbytes > INLINE_NBYTES:
+            if nbytes > wire.INLINE_NBYTES:
                 table.reserve(place, nbytes).view[:nbytes] = payload
                 payload = b""
             elif place.nbytes == 0:
                 table.reserve(place, 1)  # so that there is always room for a piece, or for an error
-            workers[place.worker_id].send(
-                pack_make_batch(
-                    place.epoch,
-                    place.seq,
-                    place.position,
-                    place.number,
-                    place.nbytes,
-                    table.budget.hint_nbytes,
-                    place.limit_nbytes,
-                    nbytes,
-                    payload,
-                )
-            )
+            task = place.epoch, place.seq, place.position, place.number, place.nbytes
+            limits = table.budget.hint_nbytes, place.limit_nbytes
+            workers[place.worker_id].send(wire.pack_make_batch(*task, *limits, nbytes, payload))
             unsent.popleft()
 
     def begin_epoch(self, settings: bytes) -> None:
@@ -136,9 +105,9 @@ class Exchange:
             table.drop(place.seq, place.nbytes)
         self._unsent.clear()
         table.begin_epoch()
-        for begin in range(0, len(settings), INLINE_NBYTES):
-            piece = settings[begin : begin + INLINE_NBYTES]
-            request = pack_begin_epoch(table.epoch, len(settings), begin, piece)
+        for begin in range(0, len(settings), wire.INLINE_NBYTES):
+            piece = settings[begin : begin + wire.INLINE_NBYTES]
+            request = wire.pack_begin_epoch(table.epoch, len(settings), begin, piece)
             for worker in self.workers.workers:
                 worker.send(request)
         while table.void:
@@ -149,14 +118,9 @@ class Exchange:
         self.ended_streams.clear()
         table.trim()
 
-    @property
-    def is_renewing(self) -> bool:
-        """Whether a worker was asked to hand over to a new one, and that has not begun."""
-        return bool(self._states)
-
     def await_renewed(self) -> None:
         """Wait until no worker is handing over; raises what `receive` does."""
-        while self._states:
+        while self.handed_over:
             self.receive()
 
     def note_told_ahead(self, *, can_tell_back: bool) -> bool:
@@ -174,7 +138,7 @@ class Exchange:
         """Ask a worker that was added in this epoch to report when it is ready: see `joining`."""
         self.table.add_worker()
         self.joining.add(worker.worker_id)
-        worker.send(pack_begin_epoch(self.table.epoch, 0, 0, b""))
+        worker.send(wire.pack_begin_epoch(self.table.epoch, 0, 0, b""))
 
     # --- in
 
@@ -212,7 +176,8 @@ class Exchange:
             before, lifecycle.phase = lifecycle.phase, WAITING
             ready = self.workers.wait(self._timeout_s and float(self._timeout_s))
             lifecycle.phase = before
-            self._note_wait(time.perf_counter_ns() - began_ns)
+            self._wait_ns = time.perf_counter_ns() - began_ns
+            self.counters.note_wait(self._wait_ns)
         else:
             ready = self.workers.ready()
         if self.workers.interrupted:
@@ -225,8 +190,14 @@ class Exchange:
             )
         self._nothing_since_s = None
         if not ready:
-            self._recover(recovery.silent_worker(self.table, self.workers, due_from), self._timeout_s)
-        self._take_in(ready)
+            self._recover(self._recovery.silent_worker(due_from), self._timeout_s)
+        for worker in ready:
+            # What a dead worker had written before it died is read first: it is whole.
+            records = worker.receive()
+            if records:
+                self._accept(worker, records)
+            elif records is None or worker.is_dead():
+                self._recover(worker, None)
 
     def _is_overdue(self) -> bool:
         """Whether `receive` without waiting has found nothing for as long as the timeout, or longer."""
@@ -237,16 +208,10 @@ class Exchange:
 
     def look_for_joining(self) -> None:
         """Receive records of workers that are `joining`."""
-        self._take_in([self.workers.workers[worker_id] for worker_id in self.joining])
-
-    def _take_in(self, workers: Iterable[Worker]) -> None:
-        for worker in workers:
-            # What a dead worker had written before it died is read first: it is whole.
-            records = worker.receive()
-            if records:
-                self._accept(worker, records)
-            elif records is None or worker.is_dead():
-                self._recover(worker, None)
+        for worker_id in [*self.joining]:
+            self.look_at(worker_id)
+            if self.workers.workers[worker_id].is_dead():
+                self._recover(self.workers.workers[worker_id], None)
 
     def look_at(self, worker_id: int) -> None:
         """Receive a worker's records that are here already. A death is left for `receive_from` to find."""
@@ -259,55 +224,54 @@ class Exchange:
         """Wait a moment for a worker's records without sleeping; see ``SPIN_NS``."""
         began_ns = now_ns = time.perf_counter_ns()
         records: bytes | None = b""
-        while records == b"" and now_ns - began_ns < SPIN_NS:
+        while records == b"" and now_ns - began_ns < wire.SPIN_NS:
             os.sched_yield()
             records = worker.receive()
             now_ns = time.perf_counter_ns()
-        self._note_wait(now_ns - began_ns)
+        self._wait_ns = now_ns - began_ns
+        self.counters.note_wait(self._wait_ns)
         return records
 
-    def _note_wait(self, wait_ns: int) -> None:
-        self._wait_ns = wait_ns
-        self.counters.note_wait(wait_ns)
-
     def _accept(self, worker: Worker, records: bytes) -> None:
-        for begin in range(0, len(records), ANSWER_NBYTES):
-            if records[begin] == PUBLISHED:
-                seq, slot_nbytes, header_begin, header_end, wait_ns, made_ns, flags = unpack_published(
+        for begin in range(0, len(records), wire.ANSWER_NBYTES):
+            if records[begin] == wire.PUBLISHED:
+                seq, slot_nbytes, header_begin, header_end, wait_ns, made_ns, flags = wire.unpack_published(
                     records, begin
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
                 self.counters.note_answer(wait_ns, made_ns)
-                if flags & (DETACHED | FULL):
+                if flags & (wire.DETACHED | wire.FULL):
                     self._accept_flags(worker, flags)
             else:
                 self._accept_other(worker, records, begin)
 
     def _accept_flags(self, worker: Worker, flags: int) -> None:
-        """Take in the rare flags of a `Published`."""
-        self.counters.add("detached", bool(flags & DETACHED))
-        if flags & FULL and worker.worker_id not in self._states and not self.told_ahead:
-            self._states[worker.worker_id] = bytearray()
-            worker.send(pack_hand_over())
+        self.counters.add("detached", bool(flags & wire.DETACHED))
+        if flags & wire.FULL and worker.worker_id not in self.handed_over and not self.told_ahead:
+            self.handed_over[worker.worker_id] = bytearray()
+            worker.send(wire.pack_hand_over())
 
     def _accept_other(self, worker: Worker, records: bytes, begin: int) -> None:
-        answer = unpack_answer(records, begin)
-        if type(answer) is PieceReady:
+        answer = wire.unpack_answer(records, begin)
+        if type(answer) is wire.PieceReady:
             self.table.add_piece(*answer)
-            worker.send(pack_send_next_piece(answer.seq))
-        elif type(answer) is StreamEnded:
+            worker.send(wire.pack_send_next_piece(answer.seq))
+        elif type(answer) is wire.StreamEnded:
             if self.table.drop(*answer):
                 self.ended_streams.append(worker.worker_id)
-        elif type(answer) is HandedOver:
-            state = self._states[worker.worker_id]
+        elif type(answer) is wire.HandedOver:
+            state = self.handed_over[worker.worker_id]
             state += answer.piece[: answer.piece_nbytes]
             if not answer.total_nbytes:  # it cannot, and its next batch says why
-                del self._states[worker.worker_id]
+                del self.handed_over[worker.worker_id]
             elif len(state) == answer.total_nbytes:
-                self._succeed(worker, bytes(state), answer.private_nbytes)
-        elif type(answer) is EpochBegun:
+                fresh = self._recovery.succeed(worker, answer.private_nbytes)
+                for record in wire.take_over(bytes(state)):
+                    fresh.send(record)
+                self._hand_over(fresh)
+        elif type(answer) is wire.EpochBegun:
             self.joining.discard(worker.worker_id)
-        elif type(answer) is BatchTimes:
+        elif type(answer) is wire.BatchTimes:
             place, recorder = self.table.unreturned.get(answer.seq), self.counters.recorder
             if place is not None and recorder is not None:
                 recorder.note_times(worker.worker_id, answer, place.payload)
@@ -322,32 +286,12 @@ class Exchange:
             if silent_s is not None or self.workers.workers[worker.worker_id] is not worker:
                 return  # it has answered in this very moment, or has handed over
         unsent = sum(place.worker_id == worker.worker_id for place in self._unsent)
-        fresh = recovery.replace(
-            worker,
-            silent_s,
-            self.table,
-            self.workers,
-            self.lifecycle,
-            self._restarts_left,
-            unsent=unsent,
-            can_be_told=self._can_tell_back,
-        )
-        self._restarts_left -= 1
-        self.counters.add("worker_restarts")
-        self._hand_over(fresh)
-
-    def _succeed(self, worker: Worker, state: bytes, private_nbytes: int) -> None:
-        """Replace a worker that has handed over, between two of its batches."""
-        fresh = recovery.succeed(worker, private_nbytes, self.workers, self.lifecycle)
-        self.counters.add("workers_renewed")
-        for record in take_over(state):
-            fresh.send(record)
-        self._hand_over(fresh)
+        self._hand_over(self._recovery.replace(worker, silent_s, unsent, can_be_told=self._can_tell_back))
 
     def _hand_over(self, fresh: Worker) -> None:
         """Send a new worker the tasks of the one in whose place it is."""
         self.joining.discard(fresh.worker_id)
-        self._states.pop(fresh.worker_id, None)
+        self.handed_over.pop(fresh.worker_id, None)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]
         self._unsent = deque([*others, *self.table.hand_over(fresh.worker_id)])

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from shmloader.errors import SharedMemoryExhausted
-from shmloader.pages import page
+from shmloader.messages import page
 
 SURE_NBYTES = 4 << 20
 """Bytes that are taken without asking for the headroom first: reading a cgroup's files would cost more."""

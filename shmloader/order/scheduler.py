@@ -39,25 +39,29 @@ class Turns:
 
     def begin_epoch(self, first_worker: int = 0) -> None:
         """Begin an epoch with a worker; all workers may have batches again."""
-        self._turn = first_worker
+        self._turn = self._before = first_worker
         self._active = set(range(self._num_workers))
         self._all_give = not self._limits_each  # no worker has to be left out
 
     def choose(self) -> int | None:
-        """The worker that gets the next task; None if no worker can take one. See `end_turn`."""
-        if self._all_give:
-            return self._turn
-        for number in range(self._turn, self._turn + self._num_workers):
-            worker_id = number % self._num_workers
-            if worker_id in self._active and (not self._limits_each or self._has_room(worker_id)):
-                return worker_id
-        return None
+        """The worker that gets the next task, which ends its turn; None if no worker can take one."""
+        self._before = turn = self._turn
+        if not self._all_give:
+            in_turn = (number % self._num_workers for number in range(turn, turn + self._num_workers))
+            found = next(filter(self._may_have_one, in_turn), None)
+            if found is None:
+                return None
+            turn = found
+        self._turn = (turn + 1) % self._num_workers
+        return turn
 
-    def end_turn(self, worker_id: int) -> None:
-        """Note that a worker was sent a task: it is the next one's turn."""
-        self._turn = (worker_id + 1) % self._num_workers
+    def undo(self) -> None:
+        """Undo the last `choose`: there was no task."""
+        self._turn = self._before
 
-    def _has_room(self, worker_id: int) -> bool:
+    def _may_have_one(self, worker_id: int) -> bool:
+        if worker_id not in self._active or not self._limits_each:
+            return worker_id in self._active
         # Not `most_tasks`: short memory may leave less than one of those for each worker.
         share = self._table.budget.wanted_tasks // len(self._active)
         return [place.worker_id for place in self._table.unreturned.values()].count(worker_id) < share
@@ -138,9 +142,8 @@ class Scheduler:
     ) -> None:
         # The policy of dynamic dispatch; None with static dispatch.
         self.free_workers: FreeWorkers | None = None
-        self._exchange = exchange
+        self._exchange, self._counters = exchange, exchange.counters
         self._table = table = exchange.table
-        self._counters = exchange.counters
         # It draws once more at its end. The time of that draw must not depend on how far workers ran ahead.
         is_random = type(sampler_of_indices(settings.index_sampler)) is RandomSampler
         self._random_sampler = settings.index_sampler if is_random else None
@@ -150,10 +153,10 @@ class Scheduler:
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
         num_workers = settings.num_workers
-        self._turns = Turns(table, num_workers, in_order=settings.in_order)
+        self.turns = Turns(table, num_workers, in_order=settings.in_order)
         if settings.dispatch == DYNAMIC:
             self.free_workers = FreeWorkers(table, num_workers, settings.prefetch_factor, settings.timeout)
-        self._policy: Turns | FreeWorkers = self.free_workers or self._turns
+        self._policy: Turns | FreeWorkers = self.free_workers or self.turns
         serve = None if self.free_workers is None else self.free_workers.serve
         self._growth = None if auto is None else Growth(auto, num_workers, exchange, serve)
 
@@ -167,7 +170,7 @@ class Scheduler:
             done, *behind = done
             sampler_iter = self._without(sampler_iter, set(behind))
         self._sent = done
-        self._turns.begin_epoch(first_worker)
+        self.turns.begin_epoch(first_worker)
         self._fill(sampler_iter)
 
     def _without(self, sampler_iter: Iterator[Any], done: set[int]) -> Iterator[Any]:
@@ -187,10 +190,7 @@ class Scheduler:
         if self._next_epoch is None or not self._sent_early:
             return None
         early = self._next_epoch.take(discard=discard or self._table.due() is not None)
-        if early is None:
-            self._counters.add("epochs_in_vain")
-            return None
-        self._counters.add("epochs_prefetched")
+        self._counters.add("epochs_in_vain" if early is None else "epochs_prefetched")
         return early
 
     def discard_early(self) -> None:
@@ -230,13 +230,13 @@ class Scheduler:
             return False
         try:
             index_batch = next(self._sampler_iter)
-        except StopIteration:
-            self._send_early_task()
-            return False
         except Exception as error:
+            self.turns.undo()
+            if isinstance(error, StopIteration):
+                self._send_early_task()
+                return False
             self._exchange.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
-        self._turns.end_turn(worker_id)
         self._exchange.send(worker_id, self._table.epoch, self._sent, index_batch)
         self._sent += 1
         return True
@@ -249,10 +249,9 @@ class Scheduler:
         if index_batch is NOTHING:
             return
         if not self._sent_early:
-            self._turns.begin_epoch()
+            self.turns.begin_epoch()
         worker_id = self._policy.choose()
         assert worker_id is not None  # batches come in order
-        self._turns.end_turn(worker_id)
         self._exchange.send(worker_id, self._table.epoch + 1, self._sent_early, index_batch)
         self._sent_early += 1
 
@@ -286,11 +285,7 @@ class Scheduler:
 
     # --- workers whose iterable-style dataset is exhausted
 
-    def is_active(self, worker_id: int) -> bool:
-        """Whether a worker may still have batches in this epoch."""
-        return self._turns.is_active(worker_id)
-
     def drop_out(self, worker_id: int) -> None:
         """Give a worker no more tasks in this epoch; the next one gets its turn."""
-        if self._turns.drop_out(worker_id):
+        if self.turns.drop_out(worker_id):
             self._send_task()

@@ -49,7 +49,7 @@ class Profile:
         self._recorder = BatchRecorder(every_s, None if tell is None else lambda: tell(self.report()))
         self._replays = replay
         self._outer: Recorder | None = None
-        self._outer_replay = counters.replay
+        self._outer_replay: Callable[[Any, int | None], Any] | None = None
         self._before: ProcessorUse | None = None
         self._first: LoaderStatistics | None = None
         self._report: ProfileReport | None = None
@@ -62,18 +62,18 @@ class Profile:
         """Stop measuring."""
         self._report = self.report()
         self._recorder.end()
-        self._counters.record(self._outer)
-        self._counters.replay_with(self._outer_replay)
+        self._counters.record(self._outer, self._outer_replay)
 
     def begin(self) -> None:
         """Measure the epochs that begin from now on."""
         self._before, self._first = processor_use(self._pids()), self._statistics()
-        self._outer = outer = self._counters.recorder
+        self._outer, self._outer_replay = outer, replay = self._counters.recorder, self._counters.replay
         if self._replays:  # workers, whose times would be those of one batch, are not asked
-            self._outer_replay = self._counters.replay
-            self._counters.replay_with(lambda iterator, length: Replay(iterator, length, self._recorder))
-            return
-        self._counters.record(self._recorder if outer is None else Recorders(outer, self._recorder))
+            self._counters.record(outer, lambda batches, length: Replay(batches, length, self._recorder))
+        else:
+            self._counters.record(
+                self._recorder if outer is None else Recorders(outer, self._recorder), replay
+            )
 
     def report(self) -> ProfileReport:
         """The figures so far."""

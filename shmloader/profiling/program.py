@@ -44,7 +44,6 @@ def _begin_in_forked_child() -> None:
     """Profile inherited loaders anew: their parent reports on what it has loaded."""
     for loading in list(_profiled.values()):
         loading.counters.record(None)
-        loading.counters.replay_with(None)
         _profile(loading)
 
 

@@ -11,7 +11,6 @@ from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.messages import shown
 from shmloader.statistics import Recorder
 from shmloader.wire.records import BatchTimes
-from shmloader.worker.probe import BatchProbe
 
 _P = ParamSpec("_P")
 
@@ -54,14 +53,12 @@ class BatchRecorder:
             raises. Its own time counts nowhere. None for never.
 
     Attributes:
-        make_probe: Makes the probe of a worker.
         returned, made: The last 10,000 entries.
         slowest: Seconds of the slowest samples, by name.
         num_workers: Workers of the epoch that was begun last.
     """
 
     def __init__(self, every_s: float = 1.0, tell: Callable[[], object] | None = None) -> None:
-        self.make_probe: Callable[[], BatchProbe] = BatchProbe
         self.returned: deque[Returned] = deque(maxlen=MOST_BATCHES)
         self.made: deque[Made] = deque(maxlen=MOST_BATCHES)
         self.slowest: dict[str, float] = {}
@@ -170,7 +167,6 @@ class Recorders:
     """Two recorders as one: of a profile, and of another one around it."""
 
     def __init__(self, outer: Recorder, inner: Recorder) -> None:
-        self.make_probe = inner.make_probe
         self.begin_epoch = _both(outer.begin_epoch, inner.begin_epoch)
         self.begin_next = _both(outer.begin_next, inner.begin_next)
         self.end_next = _both(outer.end_next, inner.end_next)

@@ -67,7 +67,6 @@ class Progress:
     sampler_begin: Mapping[str, int] = field(default_factory=dict)
     follows_left: bool = False  # the epoch before was left, with its sampler in the middle
     followers: list[Follower] = field(default_factory=list)  # they read this epoch behind a look-ahead
-    _kept: int | tuple[int, ...] = 0  # what `take_back` goes back to
     _without: list[int] = field(default_factory=list)  # positions done for which no batch was returned
     _latest: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))  # done, if by arrival
 
@@ -106,13 +105,9 @@ class Progress:
         """Note the states of the generators before the sampler draws its order, with the first batch."""
         self.before = before
 
-    def keep(self) -> None:
-        """Let an interrupt come back to here: a call of ``next()`` begins, or has left out a batch."""
-        self._kept = self.done
-
-    def take_back(self) -> None:
-        """Go back to before the batch of a call that was interrupted, which the program has not had."""
-        self.done = self._kept
+    def take_back(self, done: int | tuple[int, ...]) -> None:
+        """Go back to what was done before the batch of an interrupted call, which the program has not had."""
+        self.done = done
         for positions in (self._without, self._latest):
             while positions and positions[-1] >= self.taken and positions[-1] not in self.behind:
                 positions.pop()

@@ -61,7 +61,7 @@ class Budget:
         self._follows_host = follows_host  # the program gave no budget: it grows if the host has more later
         self._even_limits = even_limits  # a slot may always grow to its share: what does not fit is refused
         self._sure_nbytes = SURE_NBYTES  # more than this is taken only after a new check of the host
-        self._divide(most_tasks + SPARE_SLOTS)
+        self._set_limits(most_tasks + SPARE_SLOTS)
 
     @property
     def base_slots(self) -> int:
@@ -133,27 +133,25 @@ class Budget:
             slot_nbytes = whole_pages(self.hint_nbytes)
             if slots * slot_nbytes > self.nbytes:
                 return False
-            self._divide(slots)
+            self._set_limits(slots)
             if used_nbytes + max(0, most_tasks - tasks) * slot_nbytes > self.nbytes:
                 return False
         self.most_tasks = most_tasks
         self.wanted_tasks = max(self.wanted_tasks, most_tasks)
-        self._divide(slots)
+        self._set_limits(slots)
         return True
 
     def _make_fewer(self, nbytes: int) -> None:
         """Reduce the tasks to the number of typical batches that ``nbytes`` hold, but to at least one."""
-        fitting = nbytes // whole_pages(self.typical_nbytes) - SPARE_SLOTS
+        fitting, slots = nbytes // whole_pages(self.typical_nbytes) - SPARE_SLOTS, self._share_slots
         if fitting < self.most_tasks:
             self.most_tasks = max(1, fitting)
-            self._share_slots = self.base_slots
-        self._set_limits()
+            slots = self.base_slots
+        self._set_limits(slots)
 
-    def _divide(self, slots: int) -> None:
-        self._share_slots = slots
-        self._set_limits()
-
-    def _set_limits(self) -> None:
+    def _set_limits(self, share_slots: int) -> None:
+        """Set what follows from the batches so far, and from so many slots that divide the budget."""
+        self._share_slots = share_slots
         share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes  # that a batch may be expected to take
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)

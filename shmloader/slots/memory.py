@@ -139,7 +139,6 @@ class SlotMemory:
         )
 
     def _adapt(self, nbytes: int) -> None:
-        """Adapt to the size of a batch: see `Budget.adapt`."""
         before = self.budget.most_tasks
         self.counters.note_size(nbytes)
         self.budget.adapt(nbytes, self._recent, self.tasks, self.used_nbytes(), self._reserved_nbytes())
@@ -217,7 +216,6 @@ class SlotMemory:
         return private
 
     def _holders(self) -> str:
-        """A sentence on what keeps the batches that are leased."""
         from shmloader.slots.holders import holders  # only programs that are warned need it
 
         kept = [place.extent for place in self.places if place.state_now is LEASED]

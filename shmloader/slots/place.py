@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmloader.memory import Extent
+from shmloader.wire.records import SPILLED
 
 ByteArray = npt.NDArray[np.uint8]
 _UINT8 = np.dtype(np.uint8)  # quicker to use than the type
@@ -115,9 +116,11 @@ class Place:
         self.deaths += 1
         return self.deaths
 
-    def arrive(self, used_nbytes: int, header_begin: int, header_end: int, made_ns: int, flags: int) -> None:
-        """Note the worker's answer: ``MAKING -> ARRIVED``."""
-        self.used_nbytes, self.header_begin, self.header_end = used_nbytes, header_begin, header_end
+    def arrive(self, nbytes: int, header_begin: int, header_end: int, made_ns: int, flags: int) -> None:
+        """Note the worker's answer: ``MAKING -> ARRIVED``. Its slot has ``nbytes`` now, and keeps them."""
+        self.nbytes = self.limit_nbytes = nbytes
+        self.used_nbytes = 0 if flags & SPILLED else header_end
+        self.header_begin, self.header_end = header_begin, header_end
         self.made_ns, self.flags, self.state = made_ns, flags, ARRIVED
 
     def lease_to(self, extent: Extent, ended: Callable[[Lease], None]) -> ByteArray:

@@ -140,12 +140,10 @@ class PlaceTable(SlotMemory):
 
     def due(self) -> Place | None:
         """The place whose batch is next in order; None if none of this epoch is outstanding."""
-        place = self.unreturned.get(self._due)
-        while place is None:
+        while (place := self.unreturned.get(self._due)) is None:
             if self._due >= self._sent:
                 return None
             self._due += 1
-            place = self.unreturned.get(self._due)
         return place if place.epoch == self.epoch else None
 
     def next_arrived(self, *, in_order: bool) -> Place | None:
@@ -205,33 +203,27 @@ class PlaceTable(SlotMemory):
 
         Its slot has ``slot_nbytes`` now. The batch takes the first ``header_end``, unless it came in pieces.
         """
-        limit_nbytes = (self.unreturned.get(seq) or self.void[seq]).limit_nbytes
-        place = self._answered(seq, slot_nbytes)
-        used_nbytes = header_end
+        place = self.unreturned.get(seq) or self.void[seq]
+        assert place.state is MAKING, f"slot {place.number} published while {place.state}"
+        if slot_nbytes != place.nbytes:
+            self._unmap(place)  # the pages behind may be given back, and the slot may grow over others later
+        limit_nbytes = place.limit_nbytes
+        place.arrive(slot_nbytes, header_begin, header_end, made_ns, flags)
+        self.committed_nbytes += slot_nbytes - limit_nbytes
+        self.unanswered[place.worker_id] -= 1
         if flags & SPILLED:
-            used_nbytes = 0
             if not place.void:
                 self._note_pieces(header_end, limit_nbytes)
-        else:
+        elif header_end:  # there is a batch: see `drop`
             self._recent.append(header_end)
             if not self.budget.small_nbytes <= header_end <= self.budget.typical_nbytes:
                 self._adapt(header_end)
         if place.void:
             self._end(place)
         else:
-            place.arrive(used_nbytes, header_begin, header_end, made_ns, flags)
             self.arrived[seq] = place
         if self.inspection is not None:
             self.check()
-
-    def _answered(self, seq: int, slot_nbytes: int) -> Place:
-        place = self.unreturned.get(seq) or self.void[seq]
-        assert place.state is MAKING, f"slot {place.number} published while {place.state}"
-        if slot_nbytes != place.nbytes:
-            self._unmap(place)  # the pages behind may be given back, and the slot may grow over others later
-        self.committed_nbytes += place.resize(slot_nbytes, slot_nbytes)
-        self.unanswered[place.worker_id] -= 1
-        return place
 
     def add_piece(self, seq: int, slot_nbytes: int, total_nbytes: int, piece_nbytes: int) -> None:
         """Copy a piece of a batch larger than its slot into private memory; its worker waits meanwhile."""
@@ -264,7 +256,7 @@ class PlaceTable(SlotMemory):
             header = anchor[begin:end].tobytes()
             self._end(place)
         if not early:
-            self.finish(place.seq)
+            del self.unreturned[place.seq], self.arrived[place.seq]
         if self.inspection is not None:
             if place.state is LEASED:
                 self.inspection.leased(place, header)
@@ -274,8 +266,6 @@ class PlaceTable(SlotMemory):
     def finish(self, seq: int) -> None:
         """Forget a task whose batch is here: it is being returned, or dropped."""
         del self.unreturned[seq], self.arrived[seq]
-        if seq == self._due:
-            self._due = seq + 1
 
     def _end(self, place: Place) -> None:
         """Free a place whose batch is not leased."""
@@ -286,10 +276,11 @@ class PlaceTable(SlotMemory):
 
     def drop(self, seq: int, slot_nbytes: int) -> bool:
         """Free a place whose task its worker has ended without a batch; returns whether one was wanted."""
-        place = self._answered(seq, slot_nbytes)
-        self.unreturned.pop(seq, None)
-        self._end(place)
-        return not place.void
+        wanted = self.unreturned.get(seq)
+        if wanted is not None:
+            self.set_void(wanted)
+        self.arrive(seq, slot_nbytes, 0, 0, 0, 0)
+        return wanted is not None
 
     def set_void(self, place: Place) -> None:
         """Note that the batch that a worker is making is no longer wanted."""
@@ -305,8 +296,7 @@ class PlaceTable(SlotMemory):
             self.segment.discard(place.number, place.limit_nbytes, place.nbytes)
             place.drop_pieces()
         for place in void:
-            self._answered(place.seq, place.nbytes)
-            self._end(place)
+            self.drop(place.seq, place.nbytes)
         return held
 
     def abandon(self) -> None:
@@ -396,5 +386,5 @@ class PlaceTable(SlotMemory):
         said += [len(self.void) + wanted[MAKING], len(self.arrived), *self.unanswered]
         found = [states[FREE], states[MAKING] + states[ARRIVED], states[LEASED] + states[GUARDED]]
         found += [sum(place.limit_nbytes for place in self.places), states[MAKING]]
-        found += [wanted[ARRIVED] + wanted[LEASED], *(busy[number] for number in range(len(self.unanswered)))]
+        found += [states[ARRIVED] + wanted[LEASED], *(busy[number] for number in range(len(self.unanswered)))]
         assert said == found, f"the table of places says {said}, and there are {found}"

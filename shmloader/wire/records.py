@@ -2,13 +2,10 @@
 
 Each worker has one private channel each way. Every record of one direction has the same size, at most
 ``PIPE_BUF`` bytes, so the kernel writes it whole or not at all: a reader never sees half a record, even if
-the writer is killed. The right to write a slot passes with the record that names
-it, and the channel is the memory fence between the two processes.
+the writer is killed. The right to write a slot passes with the record that names it, and the channel is the
+memory fence between the two processes.
 
-Requests go to a worker: `MakeBatch`, `SendNextPiece`, `BeginEpoch`, `HandOver`, `TakeOver`. Answers come
-back: `Published`, `PieceReady`, `StreamEnded`, `EpochBegun`, `HandedOver`, and `BatchTimes` just before a
-`Published`. Both name a task by
-``seq``, its number over the iterator's life.
+Requests go to a worker, answers come back. Both name a task by ``seq``, its number over the iterator's life.
 Senders pack them from their fields, without an object; receivers get objects.
 """
 
@@ -45,6 +42,11 @@ def _packs(kinds: _Kinds, kind: Any, fields: str, nbytes: int) -> Callable[..., 
     kinds[number] = kind, struct.Struct(f"<x{fields}").unpack_from
     padding = nbytes - struct.calcsize(f"<B{fields}")
     return functools.partial(struct.Struct(f"<B{fields}{padding}x").pack, number)
+
+
+def _unpack(kinds: _Kinds, records: bytes, begin: int = 0) -> Any:
+    kind, unpack = kinds[records[begin]]
+    return _new(kind, unpack(records, begin))
 
 
 # --- requests
@@ -102,12 +104,8 @@ pack_hand_over = _packs(_requests, HandOver, "", REQUEST_NBYTES)
 pack_take_over = _packs(_requests, TakeOver, f"QQ{INLINE_NBYTES}s", REQUEST_NBYTES)
 
 
-def unpack_request(record: bytes) -> Request:
-    """Read a request."""
-    kind, unpack = _requests[record[0]]
-    request: Request = _new(kind, unpack(record, 0))
-    return request
-
+unpack_request: Callable[[bytes], Request] = functools.partial(_unpack, _requests)
+"""Reads a request."""
 
 # --- answers
 
@@ -217,8 +215,5 @@ def take_over(state: bytes) -> list[bytes]:
     ]
 
 
-def unpack_answer(records: bytes, begin: int = 0) -> Answer:
-    """Read one of consecutive answers."""
-    kind, unpack = _answers[records[begin]]
-    answer: Answer = _new(kind, unpack(records, begin))
-    return answer
+unpack_answer: Callable[..., Answer] = functools.partial(_unpack, _answers)
+"""Reads an answer, the first of consecutive ones or, with a place in them, the one there."""

@@ -49,9 +49,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     dtype = dtype or torch.get_default_dtype()
     allocator = current_allocator()
     tensor = None if allocator is None else allocator.tensor(shape, dtype)  # type: ignore[arg-type]
-    if tensor is not None:
-        return tensor
-    return torch.empty(shape, dtype=dtype, device="cpu")  # type: ignore[arg-type]
+    return torch.empty(shape, dtype=dtype, device="cpu") if tensor is None else tensor  # type: ignore[arg-type]
 
 
 def collate_packed(samples: Sequence[Any]) -> dict[str, Any]:

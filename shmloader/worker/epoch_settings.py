@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -18,9 +18,6 @@ from shmloader.distributed import refused_collectives
 from shmloader.failures.exceptions import add_note
 from shmloader.indices.samplers import attribute_of
 from shmloader.worker.random_state import GlobalStates, other_global_states
-
-if TYPE_CHECKING:
-    from shmloader.worker.probe import BatchProbe
 
 _SHORT = 32  # items of a container that is searched whole
 _LOOKED_AT = 8  # items of a longer one, to tell whether datasets are in it
@@ -41,7 +38,7 @@ class EpochSettings(NamedTuple):
 
     shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
     calls: list[EpochCall]  # since the last epoch began
-    make_probe: Callable[[], BatchProbe] | None = None  # makes a worker's probe if this epoch is profiled
+    is_profiled: bool = False
 
     def make_calls(self, owners: list[Any]) -> None:
         """Call ``set_epoch()`` of a worker's datasets, which draw what the program's have drawn."""

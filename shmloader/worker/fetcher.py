@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from shmloader.failures.bad_samples import RAISE, pack
 from shmloader.settings import Settings
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
-
-if TYPE_CHECKING:
-    from shmloader.worker.probe import BatchProbe
+from shmloader.worker.probe import BatchProbe
 
 
 class FetchRules(NamedTuple):

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,40 +26,19 @@ from shmloader.failures.exceptions import capture, forget_frames
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.memory import Segment
 from shmloader.messages import shown
-from shmloader.wire.records import (
-    DETACHED,
-    FULL,
-    INLINE_NBYTES,
-    REPORTED,
-    SPILLED,
-    BeginEpoch,
-    HandOver,
-    MakeBatch,
-    Request,
-    SendNextPiece,
-    TakeOver,
-    handed_over,
-    pack_epoch_begun,
-    pack_handed_over,
-    pack_piece_ready,
-    pack_published,
-    pack_stream_ended,
-    unpack_request,
-)
+from shmloader.wire import records as wire
 from shmloader.wire.stream_records import NOTHING_DRAWN
 from shmloader.worker.collate import install_slot_collate, is_own
 from shmloader.worker.dataset_setup import DatasetSetup
 from shmloader.worker.epoch_settings import EpochCall, EpochSettings, owners_in
 from shmloader.worker.fetcher import Fetcher, FetchRules
+from shmloader.worker.handover import Handover
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.links import Link
 from shmloader.worker.map_fetchers import around_each_batch, before_each_sample, make_fetcher
 from shmloader.worker.placement import Placement
+from shmloader.worker.probe import BatchProbe
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
-
-if TYPE_CHECKING:
-    from shmloader.worker.handover import Handover
-    from shmloader.worker.probe import BatchProbe
 
 _PIECE_NBYTES = 1 << 20, 1 << 16  # the size to which a slot is grown for pieces, or less if the host has less
 
@@ -82,7 +61,7 @@ class WorkerArguments:
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
     max_nbytes: int | None = None  # of private memory, beyond which the worker is replaced
-    make_probe: Callable[[], BatchProbe] | None = None  # makes the worker's probe if the loader is profiled
+    is_profiled: bool = False
 
 
 class Loop:
@@ -102,7 +81,7 @@ class Loop:
             collate_fn = self._placement.around(collate_fn)
         self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
         self._probe: BatchProbe | None = None
-        self._measure_with(arguments.make_probe)
+        self._measure(arguments.is_profiled)
         self._dataset = arguments.dataset
         self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
         self._setup = DatasetSetup()
@@ -114,21 +93,19 @@ class Loop:
         self._seeds: SampleSeeds | None = None
         if arguments.seeds_samples:
             self._seeds = SampleSeeds(self._rng, arguments.base_seed, in_thread=in_thread)
-        self._handover: Handover | None = None
-        if arguments.max_nbytes is not None:
-            from shmloader.worker.handover import Handover
-
-            self._handover = Handover(arguments.max_nbytes, self._rng, heap)
+        limit = arguments.max_nbytes
+        self._handover = None if limit is None else Handover(limit, self._rng, heap)
         self._is_over = False  # another worker goes on
         self._ended = False  # the iterable dataset is exhausted in this epoch
         self._pid = os.getpid()
         self._place = f"thread {threading.current_thread().name!r}" if in_thread else f"pid {self._pid}"
         self._wait_ns = self._received_ns = 0
-        self._later: deque[Request] = deque()
+        self._later: deque[wire.Request] = deque()
         self._settings = bytearray()  # of the coming epoch, as far as they have arrived
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
+        set_current_allocator(self._allocator)
         try:
             with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
                 self._start()
@@ -140,6 +117,7 @@ class Loop:
             self._fetcher = None
             self._setup.end()  # after the stream, whose ``finally`` blocks may need what was set up
             self._allocator.close()
+            set_current_allocator(None)
 
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""
@@ -164,9 +142,9 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
-    def _measure_with(self, make_probe: Callable[[], BatchProbe] | None) -> None:
+    def _measure(self, is_profiled: bool) -> None:
         """Measure from the next fetcher on, or no longer."""
-        self._probe = None if make_probe is None else make_probe()
+        self._probe = BatchProbe() if is_profiled else None
         self._rules = self._rules._replace(probe=self._probe)
 
     def _make_fetcher(self) -> Fetcher:
@@ -184,42 +162,42 @@ class Loop:
             request, self._wait_ns = self._later.popleft(), 0
             self._received_ns = time.perf_counter_ns()
         else:
-            request = unpack_request(self._link.receive())
+            request = wire.unpack_request(self._link.receive())
             self._wait_ns, self._received_ns = self._link.wait_ns, self._link.received_ns
-        if type(request) is MakeBatch:
+        if type(request) is wire.MakeBatch:
             if self._probe is not None:
                 self._probe.begin(self._received_ns, self._encoder.copied_nbytes)
             self._work(request)
-        elif type(request) is BeginEpoch:
+        elif type(request) is wire.BeginEpoch:
             self._begin_epoch(request)
         elif self._handover is not None:
             self._change_over(request, self._handover)
 
-    def _change_over(self, request: Request, handover: Handover) -> None:
+    def _change_over(self, request: wire.Request, handover: Handover) -> None:
         """Hand over to another worker, or take over from one; a failure is raised with each further batch."""
         try:
-            if type(request) is TakeOver:
+            if type(request) is wire.TakeOver:
                 handover.receive(self._dataset, *request)
                 self._changeover_error = self._start_error  # which the next epoch's beginning would drop
-            elif type(request) is HandOver:
+            elif type(request) is wire.HandOver:
                 state = handover.pack(self._dataset, self._arguments.rules.collate_fn)
-                for records in handed_over(state, handover.nbytes):
+                for records in wire.handed_over(state, handover.nbytes):
                     self._link.send(records)
                 self._is_over = True
         except BrokenPipeError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the next batch
             self._changeover_error = error
-            if type(request) is HandOver:  # the main process waits for it
-                self._link.send(pack_handed_over(0, 0, 0, b""))
+            if type(request) is wire.HandOver:  # the main process waits for it
+                self._link.send(wire.pack_handed_over(0, 0, 0, b""))
 
-    def _begin_epoch(self, request: BeginEpoch) -> None:
+    def _begin_epoch(self, request: wire.BeginEpoch) -> None:
         """Begin a new epoch, once all settings are here, with the same dataset object, as torch does."""
         self._settings[request.begin :] = request.piece
         if len(self._settings) < request.total_nbytes:
             return
         if not request.total_nbytes:  # this worker was started with the settings
-            self._link.send(pack_epoch_begun(request.epoch))
+            self._link.send(wire.pack_epoch_begun(request.epoch))
             return
         if self._heap is not None:
             self._heap.trim_if_short()
@@ -229,7 +207,7 @@ class Loop:
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
-            self._measure_with(settings.make_probe)
+            self._measure(settings.is_profiled)
             if settings.calls and self._in_thread:
                 self._setup.end()
                 self._dataset = self._link.dataset
@@ -244,23 +222,22 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None
 
-    def _work(self, task: MakeBatch) -> None:
+    def _work(self, task: wire.MakeBatch) -> None:
         """Make one batch, or an exception in its place, and publish it."""
         allocator = self._allocator
         index_batch: Any = None
         try:
-            allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes)
+            allocator.begin(task.slot, task.slot_nbytes, task.limit_nbytes, task.hint_nbytes)
             payload = task.payload
-            if task.payload_nbytes > INLINE_NBYTES:
+            if task.payload_nbytes > wire.INLINE_NBYTES:
                 payload = allocator.read(task.payload_nbytes)
-            allocator.prepare(task.hint_nbytes)
             index_batch = unpack_index_batch(payload, task.payload_nbytes)
             if self._seeds is not None:
                 self._seeds.begin(task.epoch, task.position)
             made = self._make_and_encode(index_batch)
             if made is None:
                 allocator.release()
-                self._link.send(pack_stream_ended(task.seq, allocator.nbytes))
+                self._link.send(wire.pack_stream_ended(task.seq, allocator.nbytes))
                 return
             encoded, flags = made
         except BaseException as error:
@@ -268,7 +245,7 @@ class Loop:
                 raise  # a process that the user's code forked is no worker: the exception ends it
             self._link.end_if_closed()
             report = self._report_on(error, index_batch)
-            flags = REPORTED | DETACHED * allocator.restart()
+            flags = wire.REPORTED | wire.DETACHED * allocator.restart()
             encoded = self._encoder.encode(report)
         self._publish(task, encoded, flags)
 
@@ -291,27 +268,27 @@ class Loop:
         encoded = self._encoder.encode(batch, leaves)
         if leaves is not None:
             self._placement.settle(leaves, encoded.header_end)
-        flags = REPORTED * (type(batch) is Report)
+        flags = wire.REPORTED * (type(batch) is Report)
         handover = self._handover
         if handover is not None and handover.is_due(self._dataset, self._arguments.rules.collate_fn):
-            flags |= FULL
+            flags |= wire.FULL
         return encoded, flags
 
-    def _publish(self, task: MakeBatch, encoded: Encoded, flags: int) -> None:
+    def _publish(self, task: wire.MakeBatch, encoded: Encoded, flags: int) -> None:
         """Report a batch that is complete in the slot; one that does not fit in it is sent in pieces."""
         allocator = self._allocator
         if encoded.spilled is not None:
             # The pieces are written over what the user's code may keep.
-            flags |= SPILLED | DETACHED * allocator.restart()
+            flags |= wire.SPILLED | wire.DETACHED * allocator.restart()
             self._send_pieces(task, encoded.spilled)
         if allocator.release():
-            flags |= DETACHED
+            flags |= wire.DETACHED
             self._placement.note_kept()
         begin, end = encoded.header_begin, encoded.header_end
         if self._heap is not None and end > self._heap.enough_nbytes:
             self._heap.note_batch(end)
         made_ns = time.perf_counter_ns() - self._received_ns
-        answer = pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags)
+        answer = wire.pack_published(task.seq, allocator.nbytes, begin, end, self._wait_ns, made_ns, flags)
         if self._probe is not None:
             copied = self._encoder.copied_nbytes
             answer = self._probe.end(task.seq, self._wait_ns, copied, end - begin) + answer
@@ -328,16 +305,14 @@ class Loop:
             return None
         if self._fetcher is None:
             raise RuntimeError("this worker's dataset could not be started; its first batch says why")
-        set_current_allocator(self._allocator)
         try:
-            return self._placement.with_news(self._fetcher.fetch(index_batch))
+            batch = self._fetcher.fetch(index_batch)
         except StopIteration:
             if not self._rules.iterable:
                 raise
             self._ended = True
             return None
-        finally:
-            set_current_allocator(None)
+        return self._placement.with_news(batch) if self._placement.has_news else batch
 
     def _report_on(self, error: BaseException, index_batch: Any) -> Report:
         """The record that goes in place of a batch whose making raised."""
@@ -350,16 +325,16 @@ class Loop:
         forget_frames(error)  # they hold the samples, and leaves in the slot
         return report
 
-    def _send_pieces(self, task: MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _send_pieces(self, task: wire.MakeBatch, spilled: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Send a batch that is larger than its slot: piece by piece, through the slot."""
         allocator = self._allocator
         for most_nbytes in _PIECE_NBYTES:
-            if allocator.ensure(min(allocator.limit_nbytes, most_nbytes, len(spilled))):
+            if allocator.ensure(min(allocator.limit_nbytes, most_nbytes, len(spilled))) is not None:
                 break
         view = allocator.view()
         for begin in range(0, len(spilled), len(view)):
             piece = spilled[begin : begin + len(view)]
             view[: len(piece)] = piece.data
-            self._link.send(pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
-            while type(request := unpack_request(self._link.receive())) is not SendNextPiece:
+            self._link.send(wire.pack_piece_ready(task.seq, allocator.nbytes, len(spilled), len(piece)))
+            while type(request := wire.unpack_request(self._link.receive())) is not wire.SendNextPiece:
                 self._later.append(request)  # the piece was not copied out yet

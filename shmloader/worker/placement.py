@@ -99,7 +99,7 @@ class Placement:
         self._to_watch = _WATCHED_BATCHES
         self._others: dict[PlacedCall, int] = {}  # calls in this batch of which none is placed
         self._small = self._kept = 0
-        self._changed = False
+        self.has_news = False  # for `with_news`
         self._version = 0  # grows when a site is left, and when no more are looked for
         self._running = 0
         self._put: list[StandIn] = []
@@ -295,7 +295,7 @@ class Placement:
                         self._note_change()
 
     def _note_change(self) -> None:
-        self._changed = True
+        self.has_news = True
         self._version += 1
 
     def _end_watch(self) -> None:
@@ -341,10 +341,8 @@ class Placement:
             self._moved.append(torch_private.move_to_private_memory(storage))
 
     def with_news(self, batch: Any) -> Any:
-        """A batch, with a report if what is placed has changed since the last one."""
-        if not self._changed:
-            return batch
-        self._changed = False
+        """A batch, with a report of what is placed, which has changed since the last one."""
+        self.has_news = False
         sites = [
             PlacedSite(str(site.call), site.where, placed=site.state is _PLACED, why=site.why)
             for site in self._sites.values()

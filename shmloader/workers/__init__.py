@@ -61,7 +61,7 @@ def start_workers(
         seeds_samples=settings.seeds_samples,
         places=settings.place_results,
         max_nbytes=settings.worker_max_nbytes,
-        make_probe=table.counters.make_probe,
+        is_profiled=table.counters.recorder is not None,
     )
     if settings.worker_type == THREAD:
         return ThreadWorkers(make_arguments, settings.num_workers)

@@ -10,8 +10,7 @@ from shmloader.errors import WorkerDied
 from shmloader.failures.stacks import StackFile
 from shmloader.memory.limits import memory_headroom, oom_kills
 from shmloader.memory.process_memory import read_memory
-from shmloader.messages import ending_of
-from shmloader.pages import page
+from shmloader.messages import ending_of, page
 from shmloader.store_hooks import hooks
 from shmloader.workers.base import describe_held
 

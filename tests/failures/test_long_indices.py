@@ -14,8 +14,7 @@ from caught_warnings import caught_warnings
 from torch.utils.data import Dataset
 
 from shmloader import BadSampleWarning, DataLoader, WorkerDied, WorkerTimeout
-from shmloader.messages import LINE
-from shmloader.pages import page
+from shmloader.messages import LINE, page
 
 WAYS = {
     "no workers": {"num_workers": 0},

@@ -95,10 +95,10 @@ def test_what_has_interrupted_an_iterator_is_named(monkeypatch: pytest.MonkeyPat
     with DataLoader(Numbered(40), batch_size=4, num_workers=1) as loader:
         iterator: Any = iter(loader)
 
-        def fail(*_: object) -> None:
+        def fail(*_: object, **__: object) -> None:
             raise ZeroDivisionError
 
-        monkeypatch.setattr(iterator._scheduler, "note_wait", fail)
+        monkeypatch.setattr(iterator._exchange, "receive", fail)
         monkeypatch.setattr(iterator._exchange, "receive_from", lambda _: False)
         with pytest.raises(ZeroDivisionError):
             next(iterator)

@@ -1,4 +1,4 @@
-"""Numbers of the structure that may only fall: writes into other objects, and files that a batch enters.
+"""Numbers of the structure that may only fall: writes into other objects, files and calls of a batch.
 
 Whoever lowers one of them lowers its ceiling here. The commands that print what is counted are
 ``python tests/project/foreign_writes.py`` and ``python tests/project/traced_files.py``.
@@ -15,7 +15,8 @@ import traced_files
 from warm_python import warm_python
 
 WRITES = 40
-BATCH_FILES, ITER_FILES = 22, 32
+BATCH_FILES, ITER_FILES = 20, 32
+CALLS_IN_MAIN, CALLS_IN_WORKER = 41, 31
 STATES_OF_THE_STORE = 3
 STORE = Path(__file__).parents[2] / "shmloader" / "store"
 
@@ -92,7 +93,8 @@ def traced() -> traced_files.Traced:
     """The files that are entered in a program of its own: here objects of other tests may end meanwhile."""
     out = subprocess.check_output([*warm_python(), traced_files.__file__], text=True)
     listed = re.findall(r"^\w+: \d+ files\n((?: +.*\n)*)", out, re.MULTILINE)
-    return traced_files.Traced(*(set(names.split()) for names in listed[:3]))
+    calls = re.findall(r"([\d.]+) in (?:the main process|a worker)", out)
+    return traced_files.Traced(*(set(names.split()) for names in listed), *map(float, calls))
 
 
 def test_a_plain_batch_does_not_enter_more_files(traced: traced_files.Traced) -> None:
@@ -100,6 +102,11 @@ def test_a_plain_batch_does_not_enter_more_files(traced: traced_files.Traced) ->
     assert "worker/loop.py" in traced.batch_in_worker
     entered = traced.batch_in_main | traced.batch_in_worker
     assert len(entered) <= BATCH_FILES, sorted(entered)
+
+
+def test_a_plain_batch_makes_no_more_calls(traced: traced_files.Traced) -> None:
+    assert 20 < traced.calls_in_main <= CALLS_IN_MAIN
+    assert 20 < traced.calls_in_worker <= CALLS_IN_WORKER
 
 
 def test_iter_does_not_enter_more_files(traced: traced_files.Traced) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 ASKED = """
-import shmloader.pages
+import shmloader.messages
 from importlib.metadata import metadata
-print(shmloader.pages.page("docs/messages.md"))
+print(shmloader.messages.page("docs/messages.md"))
 print(metadata("shmloader")["Description"] or metadata("shmloader").get_payload())
 """
 

@@ -2,10 +2,13 @@
 
 Traced in the main process and in a forked worker, once all imports are done: a file counts when a function in
 it is called. In the main process it counts if most batches enter it: what forked workers copy is looked at
-every 0.2 seconds, whatever the number of batches.
+every 0.2 seconds, whatever the number of batches. The calls of the package's functions in a batch are counted
+too; in the main process, which waits for each batch here, the median.
 """
 
 import collections
+import json
+import statistics
 import sys
 import tempfile
 import time
@@ -25,22 +28,24 @@ SLOW_S = 0.002  # a worker's batch takes so long that the main process has to wa
 
 
 class Traced(NamedTuple):
-    """The files entered, by their names in the package."""
+    """The files entered, by their names in the package, and the calls in a batch."""
 
     batch_in_main: set[str]
     batch_in_worker: set[str]
     by_iter: set[str]
+    calls_in_main: float
+    calls_in_worker: float
 
 
 class _Files:
-    """The files entered in this thread while it is switched on."""
+    """The files entered in this thread while it is switched on, and the calls of functions in them."""
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
+        self.calls: collections.Counter[str] = collections.Counter()
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name != "<module>":
-            self.names.add(frame.f_code.co_filename)
+            self.calls[frame.f_code.co_filename] += 1
 
     @contextmanager
     def traced(self) -> Iterator[None]:
@@ -50,8 +55,11 @@ class _Files:
         finally:
             sys.setprofile(None)
 
-    def in_package(self) -> set[str]:
-        return {str(Path(name).relative_to(PACKAGE)) for name in self.names if name.startswith(str(PACKAGE))}
+    def in_package(self) -> dict[str, int]:
+        counts = self.calls.items()
+        return {
+            str(Path(name).relative_to(PACKAGE)): n for name, n in counts if name.startswith(str(PACKAGE))
+        }
 
 
 class _Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -70,7 +78,7 @@ class _Samples(torch.utils.data.Dataset[torch.Tensor]):
             sys.setprofile(self.files._note)
         elif self.fetched == LAST * BATCH_SIZE:
             sys.setprofile(None)
-            self.notes.write_text("\n".join(self.files.in_package()), encoding="utf-8")
+            self.notes.write_text(json.dumps(self.files.in_package()), encoding="utf-8")
         self.fetched += 1
         time.sleep(SLOW_S / BATCH_SIZE)
         return torch.full((16,), float(index))
@@ -90,10 +98,12 @@ def trace() -> Traced:
                 sys.setprofile(by_batch[number - FIRST]._note)
             elif number == LAST:
                 sys.setprofile(None)
-        worker = set(dataset.notes.read_text(encoding="utf-8").split("\n"))
+        worker = json.loads(dataset.notes.read_text(encoding="utf-8"))
         counts = collections.Counter(name for files in by_batch for name in files.in_package())
         in_main = {name for name, count in counts.items() if count > len(by_batch) / 2}
-        return Traced(in_main, worker, by_iter.in_package())
+        calls = statistics.median(sum(files.in_package().values()) for files in by_batch)
+        calls_in_worker = sum(worker.values()) / len(by_batch)
+        return Traced(in_main, set(worker), set(by_iter.in_package()), calls, calls_in_worker)
 
 
 def _loader(dataset: _Samples) -> Any:
@@ -103,7 +113,10 @@ def _loader(dataset: _Samples) -> Any:
 
 
 if __name__ == "__main__":
-    found = trace()
-    sides = found._asdict() | {"batch_on_both_sides": found.batch_in_main | found.batch_in_worker}
-    for what, names in sides.items():
+    *files, calls_in_main, calls_in_worker = trace()
+    for what, names in zip(Traced._fields, files, strict=False):
         sys.stdout.write("\n    ".join([f"{what}: {len(names)} files", *sorted(names)]) + "\n")
+    sys.stdout.write(f"{len(files[0] | files[1])} files on both sides of a batch\n")
+    sys.stdout.write(
+        f"calls in a batch: {calls_in_main:g} in the main process, {calls_in_worker:g} in a worker\n"
+    )

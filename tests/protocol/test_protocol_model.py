@@ -249,15 +249,15 @@ class LeavesVoidTasks(Exchange):
     """An epoch is left while a worker is asked to hand over: the tasks behind that are not made."""
 
     def begin_epoch(self, settings: bytes) -> None:
-        states, self._states = self._states, {}
+        states, self.handed_over = self.handed_over, {}
         try:
             super().begin_epoch(settings)
         finally:
-            self._states = states
+            self.handed_over = states
 
     def _accept_other(self, worker: Any, records: bytes, begin: int) -> None:
-        if worker.worker_id not in self._states:
-            self._states[worker.worker_id] = bytearray()
+        if worker.worker_id not in self.handed_over:
+            self.handed_over[worker.worker_id] = bytearray()
         super()._accept_other(worker, records, begin)
 
 
@@ -266,15 +266,16 @@ class DrawsFirst(Scheduler):
 
     def __init__(self, settings: Any, exchange: Exchange, auto: Any) -> None:
         super().__init__(settings, exchange, auto)
-        self._turns._table = SimpleNamespace(  # type: ignore[assignment]
+        self.turns._table = SimpleNamespace(  # type: ignore[assignment]
             budget=SimpleNamespace(wanted_tasks=settings.num_workers * settings.prefetch_factor),
             unreturned=exchange.table.unreturned,
         )
 
     def _send_task(self) -> bool:
         drawn = next(self._sampler_iter, None)
-        if drawn is None or self._turns.choose() is None:
+        if drawn is None or self.turns.choose() is None:
             return False
+        self.turns.undo()
         self._sampler_iter = itertools.chain([drawn], self._sampler_iter)
         return super()._send_task()
 
@@ -282,9 +283,8 @@ class DrawsFirst(Scheduler):
 class ForgetsLeftOut(Progress):
     """An interrupt takes back the batches that the same call of next() has left out."""
 
-    def keep(self) -> None:
-        if self.done != 1:  # the first batch is the one that is left out
-            super().keep()
+    def take_back(self, done: int | tuple[int, ...]) -> None:
+        super().take_back(0 if done == 1 else done)  # the first batch is the one that is left out
 
 
 BUGS: dict[str, tuple[Setting, set[str]]] = {
