@@ -7,6 +7,7 @@ so the kernel is asked for a signal too, where that is safe.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -15,6 +16,8 @@ import signal
 import sys
 import threading
 import time
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,6 +32,12 @@ def _go_on(grace_s: float, number: int, _: object) -> None:
     # A handler, since a program that the dataset starts would inherit that the signal is ignored.
     signal.signal(number, lambda *_: None)
     threading.Thread(target=end, name="shmloader-sigterm", daemon=True).start()
+
+
+def _has_not_ended(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
@@ -49,12 +58,10 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != main_pid:  # it ended just before
             os._exit(1)
-    try:
+    is_child = os.getppid() == main_pid  # not of a fork server
+    main_fd = -1
+    with contextlib.suppress(AttributeError, OSError):  # before Linux 5.3, refused, or it has ended
         main_fd = os.pidfd_open(main_pid)
-    except ProcessLookupError:
-        os._exit(1)
-    except (AttributeError, OSError):
-        main_fd = -1
 
     def wait() -> None:
         if main_fd >= 0:
@@ -62,7 +69,7 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
             poller.register(main_fd, select.POLLIN)
             poller.poll()
         else:
-            while os.getppid() == main_pid:
+            while os.getppid() == main_pid if is_child else _has_not_ended(main_pid):
                 time.sleep(1.0)
         os._exit(1)
 
