@@ -23,11 +23,6 @@ class _Slots:
         self.segment = Segment(Descriptor(fd))
         self.extents: dict[int, Extent] = {}
 
-    def map(self, slot: int, nbytes: int) -> Extent:
-        """Map a slot for the first time, or anew since it has another size."""
-        extent = self.extents[slot] = self.segment.map(slot, nbytes, private=True)
-        return extent
-
 
 class MappedSlots:
     """Leases what a server has stored. A batch that this process holds never changes, whatever others do.
@@ -72,7 +67,7 @@ class MappedSlots:
         assert slots is not None
         extent = slots.extents.get(slot)
         if extent is None or extent.nbytes != nbytes:
-            extent = slots.map(slot, nbytes)
+            extent = slots.extents[slot] = slots.segment.map(slot, nbytes, private=True)
         header, last = bytes(extent.view[begin:end]), self._last
         if last is not None and last[0] == seq:
             return last[1], header
