@@ -114,10 +114,12 @@ class End:
                 raise QueueClosed(self.closed)
             if self._peer is None:
                 self._check_that_others_live()
-            elif (self._death_fd < 0 or self._death_fd in ready) and self._is_dead():
+            elif (self._death_fd < 0 or self._death_fd in ready) and not (
+                self._peer.is_this_process or self._peer.is_alive()
+            ):
                 if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
                     return  # it has sent something just before
-                raise self._death()
+                raise self._death(self._peer)
             if deadline is not None and time.monotonic() >= deadline:
                 raise Elapsed
 
@@ -130,9 +132,6 @@ class End:
                 if fd >= 0:
                     self._unwatch = weakref.finalize(self, os.close, fd)
                     self._epoll.register(fd, select.EPOLLIN)
-
-    def _is_dead(self) -> bool:
-        return self._peer is not None and not (self._peer.is_this_process or self._peer.is_alive())
 
     def _check_that_others_live(self) -> None:
         """Raise `PeerDied` if every process has ended that could have used the other end."""
@@ -156,19 +155,14 @@ class End:
             exit_code=code,
         )
 
-    def _death(self) -> PeerDied:
+    def _death(self, peer: Party) -> PeerDied:
         """The error for a process at the other end that has died."""
-        assert self._peer is not None
-        code = exit_code_of(self._peer.pid, self._started)
-        lost = {
-            Role.PRODUCER: "All that it had put was got. A producer that is done calls queue.close().",
-            Role.CONSUMER: f"Objects that it had not got are lost: {self._roles.waiting()}.",
-        }[self.other]
-        return PeerDied(
-            f"the process that {self.other.does}, {self._peer}, {ending_of(code)}. {lost}",
-            pid=self._peer.pid,
-            exit_code=code,
-        )
+        code = exit_code_of(peer.pid, self._started)
+        lost = "All that it had put was got. A producer that is done calls queue.close()."
+        if peer.role is Role.CONSUMER:
+            lost = f"Objects that it had not got are lost: {self._roles.waiting()}."
+        said = f"the process that {peer.role.does}, {peer}, {ending_of(code)}. {lost}"
+        return PeerDied(said, pid=peer.pid, exit_code=code)
 
     # --- the end
 

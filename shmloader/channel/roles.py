@@ -131,12 +131,10 @@ class Roles:
 
     def claim(self, role: Role) -> Party:
         """Take a role for this process, if none has it; returns the process that has it."""
-        party = self.who(role)
-        if party is None:
+        if self.who(role) is None:
             self._note(role)
-            party = self.who(role)
-            assert party is not None
-        return party
+            self._read()
+        return self._first[role]
 
     def who(self, role: Role) -> Party | None:
         """The process that has a role; None if none has used the queue in this way yet."""

@@ -33,14 +33,10 @@ class Epoch:
 
 
 class Readers:
-    """The epochs of one loader that are not read to the end, and who reads them.
-
-    Attributes:
-        latest: The epoch that the loader is in.
-    """
+    """The epochs of one loader that are not read to the end, and who reads them."""
 
     def __init__(self) -> None:
-        self.latest: Epoch | None = None
+        self.latest: Epoch | None = None  # that the loader is in
         self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
         # In each thread, a weak reference to the epoch that has begun, or has found a reader, there; an epoch
         # that is kept would keep all later ones.

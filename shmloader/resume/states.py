@@ -77,7 +77,12 @@ class States:
         """
         epoch = self.readers.shown
         goes_on = epoch is not None and not (taken is None and epoch.progress.is_over)
-        if loaded is None and goes_on and (counted := self._counted(epoch, taken)) is not None:
+        if (
+            loaded is None
+            and epoch is not None
+            and goes_on
+            and (counted := self._counted(epoch, taken)) is not None
+        ):
             return counted
         if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__

@@ -66,12 +66,7 @@ def identity_of(path: Path) -> Identity:
 
 
 def index_of(path: Path, folder: Path | None) -> tuple[ArchiveIndex, Identity]:
-    """The index of an archive: that which is kept, or else a new one, which is kept then.
-
-    Args:
-        path: The archive.
-        folder: Where it is kept; None for beside the archive.
-    """
+    """The index of an archive: that which is kept in a folder, or beside the archive; or a new one."""
     identity = identity_of(path)
     kept = path.with_name(f"{path.name}.index")
     if folder is not None:

@@ -40,19 +40,13 @@ _ADVICE = (
 
 
 class Handover:
-    """One worker's limit of private memory, and its handover to the process that replaces it.
-
-    Args:
-        max_nbytes: Bytes beyond which the worker is to be replaced.
-        generators: Those of ``get_worker_info().rng``.
-        heap: The process's heap, if it keeps memory that is free.
-    """
+    """One worker's limit of private memory, and its handover to the process that replaces it."""
 
     def __init__(self, max_nbytes: int, generators: Generators, heap: WarmHeap | None) -> None:
         self.nbytes = 0  # private memory when it was looked at last
         self._max_nbytes = max_nbytes
-        self._generators = generators
-        self._heap = heap
+        self._generators = generators  # those of ``get_worker_info().rng``
+        self._heap = heap  # if it keeps memory that is free
         self._looked_ns = self._due_ns = 0
         self._scalars: dict[str, Any] | None = None  # of the datasets, since the epoch's first batch
         self._received = bytearray()  # of the state of the worker before
