@@ -139,21 +139,18 @@ class Link:
                     message, fds, flags, _ = socket.recv_fds(
                         self._end, records.MOST_NBYTES, 1, socket.MSG_CMSG_CLOEXEC
                     )
-                    self._begin(message, fds, is_short=bool(flags & socket.MSG_CTRUNC))
+                    if flags & socket.MSG_CTRUNC:
+                        self._closed = meeting.no_descriptor(self.name)
+                        return
+                    request, number = records.unpack_epoch(message)
+                    self.slots.begin(fds)
+                    self._before = self._told = number
+                    self._epoch_here = request
                 return
             self._note(message)
             self._end.recv(1)  # all of it
         except ConnectionResetError:  # it has not read all before its end; what it has sent is still here
             return
-
-    def _begin(self, message: bytes, fds: list[int], *, is_short: bool) -> None:
-        if is_short:
-            self._closed = meeting.no_descriptor(self.name)
-            return
-        request, number = records.unpack_epoch(message)
-        self.slots.begin(fds)
-        self._before = self._told = number
-        self._epoch_here = request
 
     def _note(self, message: bytes) -> None:
         kind = message[0] if message else 0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmloader.errors import LoaderError, NotReady, ResumeError
+from shmloader.indices.samplers import length_of
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
 from shmloader.serving.records import Stored
@@ -148,7 +149,7 @@ class Server:
             connection.send(bytes([records.REFUSED]) + why.encode())
             self._end(connection)
             return
-        welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
+        welcome = {"length": length_of(self._source.loader), "tell_every": self._roster.tell_every}
         message = bytes([records.WELCOME]) + json.dumps(welcome).encode()
         self._send(connection, message, [self._source.fd])
 

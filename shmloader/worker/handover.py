@@ -140,7 +140,7 @@ def _scalars_of(dataset: Any) -> dict[str, Any]:
     found = {}
     for number, one in enumerate(datasets_in(dataset, has_state)):
         if not has_state(one):
-            for name, value in _attributes_of(one).items():
+            for name, value in dict(getattr(one, "__dict__", {})).items():
                 if isinstance(value, _SCALARS):
                     inside = f" (dataset {number} inside it)" if number else ""
                     found[f"{type(one).__qualname__}.{name}{inside}"] = value
@@ -176,11 +176,4 @@ def _held_by(path: str, value: Any) -> list[tuple[str, Any]]:
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         names = value.__code__.co_freevars
         return [(f"{path}, its {name}", cell.cell_contents) for name, cell in zip(names, cells, strict=False)]
-    return [(f"{path}.{name}", one) for name, one in _attributes_of(value).items()]
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    try:
-        return dict(vars(value))
-    except TypeError:  # it has none, or only slots
-        return {}
+    return [(f"{path}.{name}", one) for name, one in dict(getattr(value, "__dict__", {})).items()]
