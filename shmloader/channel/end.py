@@ -156,7 +156,6 @@ class End:
         )
 
     def _death(self, peer: Party) -> PeerDied:
-        """The error for a process at the other end that has died."""
         code = exit_code_of(peer.pid, self._started)
         lost = "All that it had put was got. A producer that is done calls queue.close()."
         if peer.role is Role.CONSUMER:

@@ -132,7 +132,7 @@ class Queue(Generic[_Item]):
         Raises:
             queue.Full: If there was no room in time. Other errors are those of `put`.
         """
-        wanted = (size,) if isinstance(size, int) else tuple(size), dtype or torch.get_default_dtype()
+        wanted = tuple(size) if isinstance(size, Iterable) else (size,), dtype or torch.get_default_dtype()
         deadline = _deadline(block, timeout)
         return self._in_turn(Producer, Producer.new_empty, queue.Full, deadline, *wanted)
 

@@ -118,7 +118,6 @@ class MixtureOrder:
         return np.diff(below, axis=1, prepend=0)
 
     def _chunk(self, segment: Segment, number: int) -> IntArray:
-        """The sources of one chunk's draws."""
         key = (*self._key, segment.begin)
         chances = np.random.PCG64(key)
         chances.advance(number * _BLOCKS)

@@ -97,7 +97,6 @@ class BatchRecorder:
         self._ended_ns, self._last = now_ns, (waited_ns, self._last[1])  # it may ask again, if none is here
 
     def _begin(self, now_ns: int, waited_ns: int) -> None:
-        """Begin the next `Returned`."""
         self._began_ns, self._waited_ns = now_ns, waited_ns
         self._step_ns = self._batches = 0
         self._sampler_ns = self._sampler.spent_ns

@@ -120,7 +120,6 @@ class Link:
         return thing.batch if type(thing) is Report else thing
 
     def _answer_to(self, request: int) -> Any:
-        """Wait for the answer to a request, and read it."""
         while request not in self._answers:
             self._receive()
         try:
@@ -129,7 +128,6 @@ class Link:
             self.slots.pass_over(self._answers.pop(request))  # where it could not be read
 
     def _receive(self) -> None:
-        """Wait for a message, and note it."""
         if self._closed is not None:
             raise self._closed
         try:

@@ -8,16 +8,16 @@ so the kernel is asked for a signal too, where that is safe.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import select
 import signal
-import sys
 import threading
 import time
 
 import psutil
+
+from shmloader.memory.mapping import libc
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,8 +54,8 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while the process was started
     # The kernel kills this process when the *thread* that made it ends: the main process's first one, if it
     # is ``by_leader``, which lives as long as the process.
-    if by_leader and sys.platform == "linux" and os.getppid() == main_pid:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if by_leader and libc is not None and os.getppid() == main_pid:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != main_pid:  # it ended just before
             os._exit(1)
     is_child = os.getppid() == main_pid  # not of a fork server

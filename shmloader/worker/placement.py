@@ -68,7 +68,6 @@ class _Site:
         return False
 
     def leave(self, why: str) -> bool:
-        """Place its results no more."""
         self.state, self.why = _LEFT, why
         return True
 
