@@ -44,7 +44,7 @@ class Consumer(End):
             self._busy = False
             raise
         self._record = b""
-        self._roles.got_another()
+        self._roles.count(self.role)
         self._busy = False
         if header.endswith(NO_LEAVES):
             return pickle.loads(header)
