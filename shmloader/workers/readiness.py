@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from collections.abc import Iterable
@@ -38,10 +39,13 @@ class Readiness:
             wanted[worker.answers_fd] = wanted[worker.death_fd] = select.EPOLLIN
             if not worker.flush():
                 wanted[worker.requests_fd] = select.EPOLLOUT
+        # It may be done already: an interrupt, which ends the iterator, may have come before the last line.
         for fd in self._watched.keys() - wanted.keys():
-            self._epoll.unregister(fd)
+            with contextlib.suppress(FileNotFoundError):
+                self._epoll.unregister(fd)
         for fd in wanted.keys() - self._watched.keys():
-            self._epoll.register(fd, wanted[fd])
+            with contextlib.suppress(FileExistsError):
+                self._epoll.register(fd, wanted[fd])
         self._watched = wanted
 
     def set(self) -> None:
