@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from shmloader.channel.parts import Parts
 from shmloader.channel.roles import Party, Role, exit_code_of, has_children
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
+from shmloader.interrupts import HeldInterrupts
 from shmloader.messages import ending_of
 from shmloader.wire.queue_records import CLOSED_RECORD
 
@@ -125,13 +126,14 @@ class End:
 
     def _find_peer(self) -> None:
         """Look who is at the other end, if that is unknown, and watch its process."""
-        if self._peer is None:
-            self._peer = self._roles.who(self.other)
-            if self._peer is not None and not self._peer.is_this_process:
-                self._death_fd = fd = self._peer.watch()
-                if fd >= 0:
-                    self._unwatch = weakref.finalize(self, os.close, fd)
-                    self._epoll.register(fd, select.EPOLLIN)
+        if self._peer is None and (peer := self._roles.who(self.other)) is not None:
+            with HeldInterrupts():
+                if not peer.is_this_process:
+                    self._death_fd = fd = peer.watch()
+                    if fd >= 0:
+                        self._unwatch = weakref.finalize(self, os.close, fd)
+                        self._epoll.register(fd, select.EPOLLIN)
+                self._peer = peer
 
     def _check_that_others_live(self) -> None:
         """Raise `PeerDied` if every process has ended that could have used the other end."""

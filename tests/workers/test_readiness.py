@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from collections.abc import Iterator
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
+from interrupted_lines import interrupted_at
 
 from shmloader.workers.readiness import Readiness
 
@@ -28,31 +27,6 @@ def worker() -> Iterator[Worker]:
     yield Worker(requests_fd=requests, death_fd=death, answers_fd=answers, is_full=True)
     for fd in sum(pipes, ()):
         os.close(fd)
-
-
-def interrupted_at(line: int, call: Any, *arguments: Any) -> bool:
-    """Make a call that an exception ends before its n-th line; whether it had so many."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code is not call.__func__.__code__:
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call(*arguments)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 @pytest.mark.parametrize("is_full", [True, False], ids=["begins", "leaves"])
