@@ -40,6 +40,15 @@ class Descriptor:
         return _received_descriptor, (reduction.DupFd(self.fd),)
 
 
+class OwnDescriptor(Descriptor):
+    """A file descriptor that is closed when nobody has the object any more."""
+
+    def __del__(self, close: Any = os.close) -> None:
+        # A finalizer would run at the interpreter's end before others have stopped to use it.
+        if self.fd >= 0:
+            close(self.fd)
+
+
 def _received_descriptor(duplicate: Any) -> Descriptor:
     return Descriptor(duplicate.detach())
 

@@ -8,6 +8,8 @@ import select
 from collections.abc import Iterable
 from typing import Any
 
+from shmloader.memory.segment import OwnDescriptor
+
 
 class Readiness:
     """An epoll of all descriptors that end a wait for batches: itself a descriptor that is readable then.
@@ -15,19 +17,12 @@ class Readiness:
     It needs no thread. It is closed when the object dies, not with the workers: an event loop may be waiting.
     """
 
-    _end_fd = -1  # an eventfd, readable for good once the workers are closed
-
     def __init__(self) -> None:
         self._epoll = select.epoll()  # closes itself when it dies
         self.fd: int = self._epoll.fileno()
         self._watched: dict[int, int] = {}  # events, by descriptor
-        self._end_fd = os.eventfd(0)
-        self._epoll.register(self._end_fd, select.EPOLLIN)
-
-    def __del__(self, close: Any = os.close) -> None:
-        # A finalizer would run at the interpreter's end before the workers are stopped, which calls `set`.
-        if self._end_fd >= 0:
-            close(self._end_fd)
+        self._end = OwnDescriptor(os.eventfd(0))  # readable for good once the workers are closed
+        self._epoll.register(self._end.fd, select.EPOLLIN)
 
     def follow(self, workers: Iterable[Any]) -> None:
         """Watch these worker processes alone; call it before a descriptor of one of the others is closed.
@@ -50,4 +45,4 @@ class Readiness:
 
     def set(self) -> None:
         """Make it readable for good."""
-        os.eventfd_write(self._end_fd, 1)
+        os.eventfd_write(self._end.fd, 1)
