@@ -7,14 +7,13 @@ import os
 import select
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shmloader.channel.parts import Parts
 from shmloader.channel.roles import Party, Role, exit_code_of, has_children
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
 from shmloader.interrupts import HeldInterrupts
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.messages import ending_of
 from shmloader.wire.queue_records import CLOSED_RECORD
 
@@ -47,8 +46,7 @@ class End:
         self._epoll = select.epoll()  # of what the other end can be heard by: its pipe, and its death
         self._epoll.register(received.fd, select.EPOLLIN)
         self._peer: Party | None = None  # the process at the other end, once it has used it
-        self._death_fd = -1
-        self._unwatch: Callable[[], object] = lambda: None  # closes it, once
+        self._death = OwnDescriptor(-1)  # readable at the end of that process
         self._slept = False  # the last `_receive_some` has
 
     def fileno(self) -> int:
@@ -115,12 +113,12 @@ class End:
                 raise QueueClosed(self.closed)
             if self._peer is None:
                 self._check_that_others_live()
-            elif (self._death_fd < 0 or self._death_fd in ready) and not (
+            elif (self._death.fd < 0 or self._death.fd in ready) and not (
                 self._peer.is_this_process or self._peer.is_alive()
             ):
                 if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
                     return  # it has sent something just before
-                raise self._death(self._peer)
+                raise self._error_of(self._peer)
             if deadline is not None and time.monotonic() >= deadline:
                 raise Elapsed
 
@@ -129,10 +127,9 @@ class End:
         if self._peer is None and (peer := self._roles.who(self.other)) is not None:
             with HeldInterrupts():
                 if not peer.is_this_process:
-                    self._death_fd = fd = peer.watch()
-                    if fd >= 0:
-                        self._unwatch = weakref.finalize(self, os.close, fd)
-                        self._epoll.register(fd, select.EPOLLIN)
+                    self._death = OwnDescriptor(peer.watch())
+                    if self._death.fd >= 0:
+                        self._epoll.register(self._death.fd, select.EPOLLIN)
                 self._peer = peer
 
     def _check_that_others_live(self) -> None:
@@ -157,7 +154,7 @@ class End:
             exit_code=code,
         )
 
-    def _death(self, peer: Party) -> PeerDied:
+    def _error_of(self, peer: Party) -> PeerDied:
         code = exit_code_of(peer.pid, self._started)
         lost = "All that it had put was got. A producer that is done calls queue.close()."
         if peer.role is Role.CONSUMER:
@@ -200,4 +197,4 @@ class End:
     def close(self) -> None:
         """Give up the descriptors of this end, but for the pipes, which the queue owns."""
         self._epoll.close()
-        self._unwatch()
+        self._death.close()

@@ -373,7 +373,7 @@ def test_an_end_that_was_cut_short_leaves_no_descriptor(monkeypatch: pytest.Monk
     process = start("fork", put_for_ever, one, 0)
     for _ in range(10):  # it has slept meanwhile, and watches the other process
         one.get(timeout=60)
-    assert one._ends[Consumer]._death_fd >= 0
+    assert one._ends[Consumer]._death.fd >= 0
     with monkeypatch.context() as patch:
         for name in ("_take_slot", "_take_inline"):
             patch.setattr(Consumer, name, raises(KeyboardInterrupt))
