@@ -197,7 +197,7 @@ class Placement:
             site = None
             self._others[call] = self._others.get(call, 0) + 1
         goes_on = call.is_passed_on(arguments, named)
-        if not goes_on and (site is not None or not call.is_numpys):
+        if not goes_on and (site is not None or call.owner is not np):
             goes_on = torch_private.is_intercepted((*arguments, *named.values()))
         if goes_on:
             return self._with_own_names(own, arguments, named)

@@ -127,10 +127,8 @@ class ProcessWorker:
 
     def terminate(self) -> None:
         """End the process at once, by SIGTERM where that does it."""
-        if self._ends_on_sigterm:
-            self.process.terminate()
-        else:
-            self.process.kill()
+        end = self.process.terminate if self._ends_on_sigterm else self.process.kill
+        end()
 
     def release(self) -> None:
         """Close this side's descriptors; the process has ended."""
