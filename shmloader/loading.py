@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from shmloader.errors import LoaderClosed, ResumeError, warn, warn_once
 from shmloader.failures.bad_samples import ReportCounts
 from shmloader.in_process import InProcessIterator
-from shmloader.indices.samplers import with_inner
+from shmloader.indices.samplers import length_of, with_inner
 from shmloader.iterator import SlotIterator
 from shmloader.memory import why_unavailable
 from shmloader.memory.limits import ProcessorUse, cores, processor_use
@@ -86,7 +86,7 @@ class Loading:
         self.counters.of(ReportCounts).warn(loader.on_error)
         self._check_epoch(loaded)
         iterator, replay = _delivered(loader, torchs_iter()), self.counters.replay
-        return iterator if replay is None else replay(iterator, _length_of(loader))
+        return iterator if replay is None else replay(iterator, length_of(loader))
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
         """The batches of an iterator for ``async for``; `NotImplementedError` for one that is not ours."""
@@ -315,14 +315,6 @@ def _delivered(loader: Any, iterator: Any) -> Any:
 
     device = numbered(device)
     return (to_device(batch, device) for batch in iterator)
-
-
-def _length_of(loader: Any) -> int | None:
-    """The batches of an epoch; None if the loader has no length."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _loaded_state(loader: Any) -> State | None:

@@ -14,17 +14,8 @@ from shmloader.channel.roles import Role
 from shmloader.codec import Decoder
 from shmloader.codec.layout import NO_LEAVES
 from shmloader.errors import PeerDied, QueueClosed, SharedMemoryExhausted, SpillWarning, warn
-from shmloader.wire.queue_records import (
-    CLOSED,
-    INLINE,
-    INLINE_HEAD_NBYTES,
-    ROOM,
-    UNIT_NBYTES,
-    pack_grant,
-    unpack_in_slot,
-    unpack_inline,
-    whole_units,
-)
+from shmloader.wire import queue_records as records
+from shmloader.wire.queue_records import INLINE_HEAD_NBYTES, UNIT_NBYTES, pack_grant, unpack_inline
 
 
 class Consumer(End):
@@ -46,12 +37,14 @@ class Consumer(End):
         record = self._record = self._record or self._receive(deadline)
         self._busy = True  # also if it was received by an earlier call
         try:
-            anchor, header = self._take_inline(record) if record[0] == INLINE else self._take_slot(record)
+            anchor, header = (
+                self._take_inline(record) if record[0] == records.INLINE else self._take_slot(record)
+            )
         except (SharedMemoryExhausted, MemoryError):  # it is not lost: the next call tries again
             self._busy = False
             raise
         self._record = b""
-        self._roles.got_another()
+        self._roles.count(self.role)
         self._busy = False
         if header.endswith(NO_LEAVES):
             return pickle.loads(header)
@@ -60,12 +53,12 @@ class Consumer(End):
     def _receive(self, deadline: float | None) -> bytes:
         """Sleep until there is an object, and receive its record."""
         record = self._receive_some(UNIT_NBYTES, deadline)
-        if record[0] == CLOSED:
+        if record[0] == records.CLOSED:
             self.note_closed()
             self._busy = False
             raise QueueClosed(self.closed)
-        if record[0] == INLINE:
-            more_nbytes = whole_units(INLINE_HEAD_NBYTES + unpack_inline(record)[1]) - UNIT_NBYTES
+        if record[0] == records.INLINE:
+            more_nbytes = records.whole_units(INLINE_HEAD_NBYTES + unpack_inline(record)[1]) - UNIT_NBYTES
             if more_nbytes:
                 record += os.read(self._received_fd, more_nbytes)
         return record
@@ -78,18 +71,18 @@ class Consumer(End):
         leaves = None
         if not header.endswith(NO_LEAVES):
             leaves = np.frombuffer(record, np.uint8)[begin : begin + header_begin].copy()
-        os.write(self._sent_fd, pack_grant(ROOM))
+        os.write(self._sent_fd, pack_grant(records.ROOM))
         return leaves, header
 
     def _take_slot(self, record: bytes) -> tuple[Any, bytes]:
         """The anchor of the leaves, and the header of an object that lies in a slot; another is granted."""
         table = self._table
-        seq, slot_nbytes, header_begin, header_end = unpack_in_slot(record)
+        seq, slot_nbytes, header_begin, header_end = records.unpack_in_slot(record)
         if seq not in table.arrived:
             table.arrive(seq, slot_nbytes, header_begin, header_end, 0, 0)
         anchor, header = table.take(table.arrived[seq])
         # If memory has become short there are fewer slots than objects that may wait.
-        grant = grant_slot(table) if table.has_room() else ROOM
+        grant = grant_slot(table) if table.has_room() else records.ROOM
         os.write(self._sent_fd, pack_grant(grant))
         return anchor, header
 

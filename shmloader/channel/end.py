@@ -7,13 +7,13 @@ import os
 import select
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from shmloader.channel.parts import Parts
 from shmloader.channel.roles import Party, Role, exit_code_of, has_children
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
+from shmloader.interrupts import HeldInterrupts
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.messages import ending_of
 from shmloader.wire.queue_records import CLOSED_RECORD
 
@@ -46,8 +46,7 @@ class End:
         self._epoll = select.epoll()  # of what the other end can be heard by: its pipe, and its death
         self._epoll.register(received.fd, select.EPOLLIN)
         self._peer: Party | None = None  # the process at the other end, once it has used it
-        self._death_fd = -1
-        self._unwatch: Callable[[], object] = lambda: None  # closes it, once
+        self._death = OwnDescriptor(-1)  # readable at the end of that process
         self._slept = False  # the last `_receive_some` has
 
     def fileno(self) -> int:
@@ -114,25 +113,24 @@ class End:
                 raise QueueClosed(self.closed)
             if self._peer is None:
                 self._check_that_others_live()
-            elif (self._death_fd < 0 or self._death_fd in ready) and self._is_dead():
+            elif (self._death.fd < 0 or self._death.fd in ready) and not (
+                self._peer.is_this_process or self._peer.is_alive()
+            ):
                 if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
                     return  # it has sent something just before
-                raise self._death()
+                raise self._error_of(self._peer)
             if deadline is not None and time.monotonic() >= deadline:
                 raise Elapsed
 
     def _find_peer(self) -> None:
         """Look who is at the other end, if that is unknown, and watch its process."""
-        if self._peer is None:
-            self._peer = self._roles.who(self.other)
-            if self._peer is not None and not self._peer.is_this_process:
-                self._death_fd = fd = self._peer.watch()
-                if fd >= 0:
-                    self._unwatch = weakref.finalize(self, os.close, fd)
-                    self._epoll.register(fd, select.EPOLLIN)
-
-    def _is_dead(self) -> bool:
-        return self._peer is not None and not (self._peer.is_this_process or self._peer.is_alive())
+        if self._peer is None and (peer := self._roles.who(self.other)) is not None:
+            with HeldInterrupts():
+                if not peer.is_this_process:
+                    self._death = OwnDescriptor(peer.watch())
+                    if self._death.fd >= 0:
+                        self._epoll.register(self._death.fd, select.EPOLLIN)
+                self._peer = peer
 
     def _check_that_others_live(self) -> None:
         """Raise `PeerDied` if every process has ended that could have used the other end."""
@@ -156,19 +154,13 @@ class End:
             exit_code=code,
         )
 
-    def _death(self) -> PeerDied:
-        """The error for a process at the other end that has died."""
-        assert self._peer is not None
-        code = exit_code_of(self._peer.pid, self._started)
-        lost = {
-            Role.PRODUCER: "All that it had put was got. A producer that is done calls queue.close().",
-            Role.CONSUMER: f"Objects that it had not got are lost: {self._roles.waiting()}.",
-        }[self.other]
-        return PeerDied(
-            f"the process that {self.other.does}, {self._peer}, {ending_of(code)}. {lost}",
-            pid=self._peer.pid,
-            exit_code=code,
-        )
+    def _error_of(self, peer: Party) -> PeerDied:
+        code = exit_code_of(peer.pid, self._started)
+        lost = "All that it had put was got. A producer that is done calls queue.close()."
+        if peer.role is Role.CONSUMER:
+            lost = f"Objects that it had not got are lost: {self._roles.waiting()}."
+        said = f"the process that {peer.role.does}, {peer}, {ending_of(code)}. {lost}"
+        return PeerDied(said, pid=peer.pid, exit_code=code)
 
     # --- the end
 
@@ -205,4 +197,4 @@ class End:
     def close(self) -> None:
         """Give up the descriptors of this end, but for the pipes, which the queue owns."""
         self._epoll.close()
-        self._unwatch()
+        self._death.close()

@@ -138,7 +138,6 @@ class Outbox(SlotAllocator):
         self._open = slot
 
     def _give_up(self) -> None:
-        """Close the open slot."""
         if self._open is not None:
             self.release()
             self._given.clear()

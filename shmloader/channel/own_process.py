@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import queue
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
 
+from shmloader.channel.end import LOOK_S
 from shmloader.channel.queue import Queue
 from shmloader.errors import LoaderError, PeerDied, QueueClosed
 from shmloader.failures.exceptions import capture, restore
+from shmloader.messages import ending_of
 from shmloader.torch_private import DATAPIPES
 from shmloader.worker import parent_watch
 from shmloader.worker.random_state import seed_worker_process
@@ -100,27 +103,27 @@ class OwnProcess(IterableDataset[Any]):
         context = self.multiprocessing_context
         if context is None or isinstance(context, str):
             context = multiprocessing.get_context(context)
-        queue = Queue(self.maxsize)
-        arguments = (queue, self._draw_seed(), os.getpid())
+        items = Queue(self.maxsize)
+        arguments = (items, self._draw_seed(), os.getpid())
         process = context.Process(target=self._run, args=arguments, daemon=True)
         process.start()
         try:
             while True:
                 try:
-                    item = queue.get()
+                    item = _next(items, process)
                 except QueueClosed:
                     return
                 if type(item) is _Failure:
                     raise restore(item.packed)
                 yield item
         finally:
-            queue.close()
+            items.close()
             for end in (lambda: None, process.terminate, process.kill):
                 end()
                 process.join(_END_S)
             process.close()
 
-    def _run(self, queue: Queue, seed: int, main_pid: int) -> None:
+    def _run(self, items: Queue, seed: int, main_pid: int) -> None:
         """Iterate over the dataset; runs in its process."""
         parent_watch.begin(main_pid)
         torch.set_num_threads(1)
@@ -129,20 +132,40 @@ class OwnProcess(IterableDataset[Any]):
             try:
                 self._make_ready()
                 for item in self.dataset:
-                    _put(queue, item)
+                    _put(items, item)
             except _Unwanted:
                 raise
             except BaseException as error:  # noqa: BLE001 - raised where the items go
                 where = f"Raised in the process (pid {os.getpid()}) of a {type(self.dataset).__name__}"
-                _put(queue, _Failure(capture(error, where)))
+                _put(items, _Failure(capture(error, where)))
         except _Unwanted:
             return
-        queue.close()
+        items.close()
 
 
-def _put(queue: Queue, item: Any) -> None:
+def _next(items: Queue, process: Any) -> Any:
+    """The next item; `PeerDied` also for a process that has ended without one.
+
+    The queue alone cannot tell that in a program with threads: one of them might be the producer.
+    """
+    lives = True
+    while True:
+        try:
+            return items.get(timeout=LOOK_S if lives else 0.0)
+        except queue.Empty:
+            if not lives:
+                raise PeerDied(
+                    f"the process of an OwnProcess (pid {process.pid}) {ending_of(process.exitcode)} before "
+                    "its first item. Its own error output says why if it could.",
+                    pid=process.pid,
+                    exit_code=process.exitcode,
+                ) from None
+            lives = process.is_alive()
+
+
+def _put(items: Queue, item: Any) -> None:
     try:
-        queue.put(item)
+        items.put(item)
     except (PeerDied, QueueClosed) as error:
         raise _Unwanted from error
 

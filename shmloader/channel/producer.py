@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from shmloader.channel.roles import Role
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.wire.queue_records import UNIT_NBYTES, unpack_grants
 
+_Made = TypeVar("_Made")
 _READ_NBYTES = UNIT_NBYTES * 256
 
 
@@ -39,7 +40,7 @@ class Producer(End):
             raise
         self._room -= 1
         os.write(self._sent_fd, record)  # the pipe is large enough for all that there is room for
-        self._roles.put_another()
+        self._roles.count(self.role)
         self._busy = False
 
     def _write(self, obj: object) -> None:
@@ -53,10 +54,9 @@ class Producer(End):
 
     def new_empty(self, size: tuple[int, ...], dtype: torch.dtype, deadline: float | None) -> torch.Tensor:
         """Memory for the next object; see `Queue.new_empty`."""
-        made: torch.Tensor = self._once_possible(deadline, self._outbox.new_empty, size, dtype)
-        return made
+        return self._once_possible(deadline, self._outbox.new_empty, size, dtype)
 
-    def _once_possible(self, deadline: float | None, call: Callable[..., Any], *of: Any) -> Any:
+    def _once_possible(self, deadline: float | None, call: Callable[..., _Made], *of: Any) -> _Made:
         """Make a call once there is room for an object, and again once a slot is granted if it needs one."""
         while not self._room:
             self._receive(deadline)

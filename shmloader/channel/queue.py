@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -28,6 +29,8 @@ else:
     from typing import TypeVar
 
     _Item = TypeVar("_Item")
+
+_Result = TypeVar("_Result")
 
 _CLOSE_S = 2.0  # how long another thread may take to leave a call after the queue was closed
 
@@ -129,10 +132,9 @@ class Queue(Generic[_Item]):
         Raises:
             queue.Full: If there was no room in time. Other errors are those of `put`.
         """
-        wanted = (size,) if isinstance(size, int) else tuple(size), dtype or torch.get_default_dtype()
+        wanted = tuple(size) if isinstance(size, Iterable) else (size,), dtype or torch.get_default_dtype()
         deadline = _deadline(block, timeout)
-        made: torch.Tensor = self._in_turn(Producer, Producer.new_empty, queue.Full, deadline, *wanted)
-        return made
+        return self._in_turn(Producer, Producer.new_empty, queue.Full, deadline, *wanted)
 
     # --- getting
 
@@ -167,7 +169,7 @@ class Queue(Generic[_Item]):
     def has_news(self) -> bool:
         """Whether `get` would return an object, or raise, at once."""
         try:
-            return bool(self._in_turn(Consumer, Consumer.has_news, queue.Empty, 0.0))
+            return self._in_turn(Consumer, Consumer.has_news, queue.Empty, 0.0)
         except queue.Empty:  # another thread is waiting
             return False
 
@@ -244,11 +246,11 @@ class Queue(Generic[_Item]):
     def _in_turn(
         self,
         kind: type[End],
-        call: Callable[..., Any],
+        call: Callable[..., _Result],
         late: type[Exception],
         deadline: float | None,
         *of: Any,
-    ) -> Any:
+    ) -> _Result:
         """Call an end when other threads have left it; raises ``late`` at the deadline."""
         end = self._ends.get(kind) or self._end(kind)
         try:
@@ -315,14 +317,12 @@ live: weakref.WeakSet[Queue] = weakref.WeakSet()
 """Queues that this process has."""
 
 
-def _after_fork() -> None:
+def _call_all(method: Callable[[Queue], None]) -> None:
     for one in list(live):
-        one.after_fork()
+        method(one)
 
 
-def _after_fork_in_parent() -> None:
-    for one in list(live):
-        one.has_forked()
-
-
-os.register_at_fork(after_in_child=_after_fork, after_in_parent=_after_fork_in_parent)
+os.register_at_fork(
+    after_in_child=functools.partial(_call_all, Queue.after_fork),
+    after_in_parent=functools.partial(_call_all, Queue.has_forked),
+)

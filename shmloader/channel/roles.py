@@ -117,26 +117,20 @@ class Roles:
         self.forks = False  # whether this process has forked since, so that others may have the queue
         self._note(Role.HOLDER)
 
-    def put_another(self) -> None:
-        """Count an object that was put; by the producer alone."""
-        self._counts[0] += 1
-
-    def got_another(self) -> None:
-        """Count an object that was got; by the consumer alone."""
-        self._counts[1] += 1
+    def count(self, role: Role) -> None:
+        """Count an object that was put, or got; by the process that has the role alone."""
+        self._counts[role] += 1
 
     def waiting(self) -> int:
         """Objects that were put and not got yet; about, while another process puts or gets."""
-        return max(0, self._counts[0] - self._counts[1])
+        return max(0, self._counts[Role.PRODUCER] - self._counts[Role.CONSUMER])
 
     def claim(self, role: Role) -> Party:
         """Take a role for this process, if none has it; returns the process that has it."""
-        party = self.who(role)
-        if party is None:
+        if self.who(role) is None:
             self._note(role)
-            party = self.who(role)
-            assert party is not None
-        return party
+            self._read()
+        return self._first[role]
 
     def who(self, role: Role) -> Party | None:
         """The process that has a role; None if none has used the queue in this way yet."""

@@ -65,7 +65,9 @@ def _tell(tell: Any, loader: Any, epoch: int) -> None:
 def _save(save: Any, loop: Any) -> Any:
     saved = save(loop)
     states = saved.get("combined_loader")  # None before the loop has its loaders
-    for place, (loader, state) in enumerate(zip(_with_states(loop), states, strict=True) if states else ()):
+    loaders = loop._combined_loader.flattened if states else []  # noqa: SLF001
+    saving = [one for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+    for place, (loader, state) in enumerate(zip(saving, states or (), strict=True)):
         if _is_ours(state) and isinstance(loader, torch.utils.data.DataLoader):
             loading, ahead = loading_of(loader), len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
             if loop.epoch_loop.batch_progress.is_last_batch:
@@ -91,9 +93,3 @@ def _load(load: Any, loop: Any) -> None:
 
 def _is_ours(state: Any) -> bool:
     return "sampler_settings" in state
-
-
-def _with_states(loop: Any) -> list[Any]:
-    """The loaders whose states Lightning saves."""
-    loaders = loop._combined_loader.flattened  # noqa: SLF001
-    return [one for one in loaders if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]

@@ -231,10 +231,6 @@ def _seeded(sampler: Any, nbatch: int) -> Iterator[IntArray]:
     sampler.set_epoch(sampler.epoch + 1)
 
 
-def _sharded(sampler: ShardedSampler, nbatch: int) -> Iterator[IntArray]:
-    return _pieces(sampler.begin_epoch(), nbatch)
-
-
 def _unrepeated(sampler: Any, nbatch: int) -> Iterator[IntArray]:
     """Draw as Lightning's ``UnrepeatedDistributedSampler.__iter__``, which does without the seed."""
     return _share(sampler, nbatch, sampler.epoch)
@@ -277,7 +273,7 @@ _OWN = (ShardedSampler, BlockSampler)  # whose iterators give these arrays' numb
 
 def _chunks_of(kind: type) -> Callable[[Any, int], Iterator[IntArray]] | None:
     if kind in _OWN:
-        return _sharded
+        return lambda sampler, nbatch: _pieces(sampler.begin_epoch(), nbatch)
     place = kind.__module__, kind.__name__
     is_it = place in _CHUNKS and getattr(sys.modules.get(place[0]), place[1], None) is kind
     return _CHUNKS[place] if is_it else None

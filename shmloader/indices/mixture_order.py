@@ -22,35 +22,22 @@ _MOST_PASSES = 1000  # over all sources together, within which an epoch has to e
 
 
 class Segment(NamedTuple):
-    """Draws with the same weights.
+    """Draws with the same weights."""
 
-    Attributes:
-        begin: The first of them.
-        shares: The part of the draws that each source has, in sum 1; or a function of a block's first draw
-            that returns it.
-    """
-
-    begin: int
+    begin: int  # the first of them
+    # The part of the draws that each source has, in sum 1; or a function of a block's first draw.
     shares: FloatArray | Callable[[int], FloatArray]
 
 
 class MixtureOrder:
-    """An endless order of draws from several sources.
-
-    Args:
-        key: Numbers that the random numbers are drawn from.
-        sources: How many sources there are.
-        segments: The weights, from draw 0 on; each begins after the one before.
-        block: Draws of a block.
-    """
+    """An endless order of draws from several sources, in segments from draw 0 on."""
 
     def __init__(self, key: tuple[int, ...], sources: int, segments: list[Segment], block: int) -> None:
-        self._key = key
-        self._sources = sources
-        self._block = block
+        self._key = key  # that the random numbers are drawn from
+        self._sources = sources  # their number
+        self._block = block  # draws of a block
         self._segments = segments
-        ends = [segment.begin for segment in segments[1:]]
-        self._ends: list[int | None] = [*ends, None]
+        self._ends: list[int | None] = [*(segment.begin for segment in segments[1:]), None]
 
     def counts(self, draws: int) -> IntArray:
         """Numbers of the first draws that each source has, shape ``(sources,)``."""
@@ -131,7 +118,6 @@ class MixtureOrder:
         return np.diff(below, axis=1, prepend=0)
 
     def _chunk(self, segment: Segment, number: int) -> IntArray:
-        """The sources of one chunk's draws."""
         key = (*self._key, segment.begin)
         chances = np.random.PCG64(key)
         chances.advance(number * _BLOCKS)

@@ -14,16 +14,7 @@ from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_order import FloatArray, MixtureOrder, Segment
 from shmloader.indices.mixture_weights import Lengths, Schedule, SourceWeights, Weights
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import (
-    UNEVEN,
-    WHOLE_EPOCH,
-    Uneven,
-    check_runs,
-    check_word,
-    consumed_after,
-    own_share,
-    ranks_of,
-)
+from shmloader.indices.sharded_sampler import UNEVEN, GlobalOrder, Uneven, check_runs, check_word, ranks_of
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
@@ -38,7 +29,7 @@ class Place(NamedTuple):
     position: int
 
 
-class MixtureSampler(DistributedSampler[int]):
+class MixtureSampler(GlobalOrder, DistributedSampler[int]):
     """Indices of a `Mixture`, each from a source that is chosen by weights; pass it as ``sampler``.
 
     There is one global order, a function of ``seed``, the epoch, the place in it, and the changes of the
@@ -135,7 +126,6 @@ class MixtureSampler(DistributedSampler[int]):
         self._version = 0  # of the changes
         self._end_of: tuple[tuple[int, int], int] | None = None  # epoch and version; its draws
         self._drawn, self._ended = Place(-1, 0), True  # by the latest iteration, and whether it has ended
-        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def set_weights(self, weights: Weights, *, position: int | None = None) -> None:
         """Change the weights, whether they were numbers or a function. All ranks must make the same call.
@@ -223,8 +213,7 @@ class MixtureSampler(DistributedSampler[int]):
         """Draws of this rank in an epoch, after samples that all ranks have consumed."""
         if (draws := self._draws_in(epoch)) is None:
             return None
-        left = max(draws - consumed // self.run_length, 0)
-        return own_share(left, self.num_replicas, self.rank, self.uneven, "draws")
+        return self._own_share(max(draws - consumed // self.run_length, 0), "draws")
 
     def __len__(self) -> int:
         """Number of samples of this rank in the present epoch; after a loaded state, those that are left.
@@ -241,8 +230,7 @@ class MixtureSampler(DistributedSampler[int]):
         return itertools.chain.from_iterable(self._pieces())  # nothing happens before the first index
 
     def _pieces(self) -> Iterator[list[int]]:
-        epoch, self._begin, self._loaded = self.epoch, self._loaded, WHOLE_EPOCH
-        consumed = self._begin["consumed"]
+        epoch, consumed = self.epoch, self._begin_iteration()
         if self._next is not None:
             self._changes = self._changes | {Place(epoch, consumed): self._next}
             self._next, self._version = None, self._version + 1
@@ -295,27 +283,26 @@ class MixtureSampler(DistributedSampler[int]):
         begin = begin or self._begin
         if batches not in (0, begin["batches"]):
             check_runs(batch_size, self.run_length)
-        consumed = consumed_after(batches, begin, batch_size * self.num_replicas)
+        consumed = self._consumed_after(batches, begin, batch_size)
         changes = [[*place, weights] for place, weights in sorted(self._changes.items())]
         return {"consumed": consumed, "batches": batches, "changes": changes, "next": self._next}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`.
+        """Make the next iteration continue in its epoch; see `GlobalOrder.load_state_dict`.
 
         Changes of the weights that the program has set for later places stay.
 
         Raises:
             ValueError: If the state has weights of other sources.
         """
-        loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
-        begin = Place(self.epoch, loaded["consumed"])
+        begin = Place(self.epoch, int(state_dict["consumed"]))
         changes = {Place(int(epoch), int(at)): dict(weights) for epoch, at, weights in state_dict["changes"]}
         following = state_dict["next"] if self._next is None else self._next
         for weights in (*changes.values(), *([] if following is None else [following])):
             self._weights.shares(weights)
         later = {place: weights for place, weights in self._changes.items() if place >= begin}
         self._changes, self._next, self._version = changes | later, following, self._version + 1
-        self._begin = self._loaded = loaded
+        super().load_state_dict(state_dict)
 
     def at(self, epoch: int, batches: int, batch_size: int, begin: Mapping[str, Any]) -> Self:
         """A copy that begins after a number of batches of an epoch, with the changes so far.

@@ -21,13 +21,9 @@ Lengths = Mapping[str, Sequence[int] | IntArray]
 
 
 class SourceWeights:
-    """Turns weights by name into the part of the draws that each source has.
+    """Turns weights by name into the part of the draws that each source has; see `MixtureSampler`.
 
-    Args:
-        mixture: The sources.
-        temperature: Weights are raised to ``1 / temperature``.
-        lengths: Tokens of each sample by source, if the weights are those of tokens, or None.
-        never_zero: Whether every source must have a weight of more than 0.
+    With ``never_zero`` every source must have a weight of more than 0.
     """
 
     def __init__(

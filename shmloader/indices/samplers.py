@@ -42,6 +42,14 @@ def attribute_of(one: Any, name: str) -> Any:
         return None
 
 
+def length_of(one: Any) -> int | None:
+    """The length of a loader or a dataset; None if it has none."""
+    try:
+        return len(one)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def with_inner(index_sampler: Any) -> list[Any]:
     """A sampler of index batches, and the inner samplers from which it takes batches or indices."""
     found: list[Any] = []

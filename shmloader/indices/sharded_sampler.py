@@ -35,32 +35,6 @@ def ranks_of(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return ranks, now
 
 
-def own_share(left: int, ranks: int, rank: int, uneven: Uneven, things: str) -> int:
-    """The number of samples, batches or draws that one rank gets of those that are left.
-
-    Raises:
-        ValueError: If they cannot be divided equally, with ``uneven="error"``; it calls them ``things``.
-    """
-    if uneven == "error" and left % ranks:
-        raise ValueError(
-            f"{left:,} {things} cannot be divided equally among {ranks} ranks, and uneven='error': change "
-            "the number of ranks, or pass uneven='pad', 'drop' or 'exact'"
-        )
-    if uneven == "exact":
-        return len(range(rank, left, ranks))
-    return left // ranks + (uneven == "pad" and left % ranks > 0)
-
-
-def consumed_after(batches: int, begin: Mapping[str, int], each: int) -> int:
-    """The number of items of an epoch's order that all ranks have consumed, after some batches of each rank.
-
-    Items are samples, or whole batches where the order is made of them; a batch of every rank takes ``each``.
-    ``begin`` is the state that the epoch began with; before that state's batches it counts as a whole epoch.
-    """
-    begun = begin if batches >= begin["batches"] else WHOLE_EPOCH
-    return begun["consumed"] + (batches - begun["batches"]) * each
-
-
 def check_word(name: str, word: str, words: Iterable[str]) -> None:
     """Refuse an argument that is none of some words."""
     if word not in words:
@@ -76,7 +50,57 @@ def check_runs(batch_size: int, run_length: int) -> None:
         )
 
 
-class ShardedSampler(DistributedSampler[int]):
+class GlobalOrder:
+    """The base of samplers that divide the items of one order among ranks, and go on from a place in it.
+
+    Items are samples, draws, or whole batches.
+    """
+
+    num_replicas: int
+    rank: int
+    uneven: Uneven
+    _begin = _loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Make the next iteration continue in its epoch from a state of any rank.
+
+        Args:
+            state_dict: As `state_after` has returned it: how many items of the global order were consumed, in
+                how many batches of each rank.
+        """
+        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
+
+    def _begin_iteration(self) -> int:
+        """Begin an iteration; returns the number of items that were consumed before it."""
+        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
+        return self._begin["consumed"]
+
+    def _consumed_after(self, batches: int, begin: Mapping[str, int], each: int) -> int:
+        """The number of items that all ranks have consumed after some batches of each, of ``each`` items.
+
+        ``begin`` is the state that the epoch began with; before its batches it counts as a whole epoch.
+        """
+        begun = begin if batches >= begin["batches"] else WHOLE_EPOCH
+        return begun["consumed"] + (batches - begun["batches"]) * each * self.num_replicas
+
+    def _own_share(self, left: int, items: str) -> int:
+        """The number of items that this rank gets of those that are left.
+
+        Raises:
+            ValueError: If they cannot be divided equally, with ``uneven="error"``.
+        """
+        ranks = self.num_replicas
+        if self.uneven == "error" and left % ranks:
+            raise ValueError(
+                f"{left:,} {items} cannot be divided equally among {ranks} ranks, and uneven='error': change "
+                "the number of ranks, or pass uneven='pad', 'drop' or 'exact'"
+            )
+        if self.uneven == "exact":
+            return len(range(self.rank, left, ranks))
+        return left // ranks + (self.uneven == "pad" and left % ranks > 0)
+
+
+class ShardedSampler(GlobalOrder, DistributedSampler[int]):
     """A ``DistributedSampler`` whose epoch another number of ranks, or another batch size, can resume.
 
     Each epoch has one global order, drawn from ``seed + epoch``. From the rest of the order, rank ``r`` of
@@ -126,18 +150,25 @@ class ShardedSampler(DistributedSampler[int]):
         if drop_last and self.uneven != "drop":
             raise ValueError(f"drop_last=True contradicts uneven={uneven!r}: leave one of them out")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, self.uneven == "drop")
-        self.num_samples = self._own_share(len(dataset))
+        self.num_samples = self._own_share(len(dataset), "samples")
         if self.uneven == "exact":
             self.total_size = len(dataset)
-        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.begin_epoch().tolist())
 
     def begin_epoch(self) -> IntArray:
         """The indices that an iteration gives, which begins with this call."""
-        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
-        return self._indices_after(self._begin["consumed"])
+        consumed = self._begin_iteration()
+        order, ranks = self.epoch_order(), self.num_replicas
+        rest = order[consumed:]
+        self._own_share(len(rest), "samples")
+        if self.run_length == 1:
+            return self._share(rest, order)
+        # Whole runs go round the ranks, and single samples of what is left.
+        whole = len(rest) - len(rest) % (ranks * self.run_length)
+        runs = rest[:whole].reshape(-1, ranks, self.run_length)
+        return np.concatenate([runs[:, self.rank].ravel(), self._share(rest[whole:], order)])
 
     def state_after(
         self, batches: int, batch_size: int, begin: Mapping[str, int] | None = None
@@ -150,17 +181,8 @@ class ShardedSampler(DistributedSampler[int]):
             begin: The state that the epoch began with; None for the latest iteration's, which may be one of
                 the next epoch that was begun early.
         """
-        consumed = consumed_after(batches, begin or self._begin, batch_size * self.num_replicas)
+        consumed = self._consumed_after(batches, begin or self._begin, batch_size)
         return {"consumed": min(consumed, len(self.dataset)), "batches": batches}  # type: ignore[arg-type]
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Make the next iteration continue in its epoch from a state of any rank.
-
-        Args:
-            state_dict: As `state_after` has returned it: how many samples of the global order were consumed,
-                in how many batches of each rank.
-        """
-        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
 
     def epoch_order(self) -> IntArray:
         """The global order of the present epoch, of all ranks; the loader asks once, as the epoch begins."""
@@ -170,19 +192,6 @@ class ShardedSampler(DistributedSampler[int]):
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
         return torch.randperm(length, generator=generator, device="cpu").numpy()
-
-    def _indices_after(self, consumed: int) -> IntArray:
-        order, ranks = self.epoch_order(), self.num_replicas
-        rest = order[consumed:]
-        self._own_share(len(rest))
-        if self.run_length > 1:  # whole runs go round the ranks, and single samples of what is left
-            whole = len(rest) - len(rest) % (ranks * self.run_length)
-            runs, rest = rest[:whole].reshape(-1, ranks, self.run_length), rest[whole:]
-            return np.concatenate([runs[:, self.rank].ravel(), self._share(rest, order)])
-        return self._share(rest, order)
-
-    def _own_share(self, left: int) -> int:
-        return own_share(left, self.num_replicas, self.rank, self.uneven, "samples")
 
     def _share(self, rest: IntArray, order: IntArray) -> IntArray:
         """This rank's samples of the rest of an order."""

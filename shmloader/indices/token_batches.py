@@ -10,15 +10,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import (
-    UNEVEN,
-    WHOLE_EPOCH,
-    Uneven,
-    check_word,
-    consumed_after,
-    own_share,
-    ranks_of,
-)
+from shmloader.indices.sharded_sampler import UNEVEN, GlobalOrder, Uneven, check_word, ranks_of
 
 Layout = Literal["padded", "packed"]
 
@@ -38,7 +30,7 @@ class Plan(NamedTuple):
         return indices
 
 
-class TokenBatchSampler(Sampler[list[int]]):
+class TokenBatchSampler(GlobalOrder, Sampler[list[int]]):
     """Batches of samples of various lengths, each within a budget of tokens; pass it as ``batch_sampler``.
 
     With ``layout="padded"`` the samples of a batch have nearly the same length, and a batch takes its longest
@@ -101,7 +93,6 @@ class TokenBatchSampler(Sampler[list[int]]):
         self.uneven: Uneven = uneven
         self.epoch = 0
         self._planned: tuple[int, Plan] | None = None  # an epoch's number, and its plan
-        self._begin = self._loaded = WHOLE_EPOCH  # the states that this iteration and the next one begin with
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches the next iteration gives."""
@@ -118,14 +109,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self._batches_after(self._loaded["consumed"])
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._begin, self._loaded = self._loaded, WHOLE_EPOCH
-        plan, begin = self.plan(), self._begin["consumed"]
+        plan, begin = self.plan(), self._begin_iteration()
         for number in range(self._batches_after(begin)):
             yield plan.batch((begin + number * self.num_replicas + self.rank) % len(plan.ends))
 
     def _batches_after(self, consumed: int) -> int:
         left = max(len(self.plan().ends) - consumed, 0)  # the last batches may be repeated ones
-        return own_share(left, self.num_replicas, self.rank, self.uneven, "batches")
+        return self._own_share(left, "batches")
 
     def state_after(
         self, batches: int, batch_size: int | None = None, begin: Mapping[str, int] | None = None
@@ -134,12 +124,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
         In each step all ranks together consume as many batches as there are ranks: their size is not used.
         """
-        consumed = consumed_after(batches, begin or self._begin, self.num_replicas)
-        return {"consumed": consumed, "batches": batches}
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`."""
-        self._begin = self._loaded = {name: int(state_dict[name]) for name in WHOLE_EPOCH}
+        return {"consumed": self._consumed_after(batches, begin or self._begin, 1), "batches": batches}
 
     def _make_plan(self) -> Plan:
         random = np.random.default_rng((self.seed, self.epoch)) if self.shuffle else None

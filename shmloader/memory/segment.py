@@ -27,38 +27,43 @@ class Descriptor:
     process is being started.
     """
 
+    fd = -1
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def close(self, close: Any = os.close) -> None:
-        """Close it in this process, once. The argument is kept for the end of the interpreter."""
+        """Close it in this process, once."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             close(fd)
 
-    def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        return _received_descriptor, (reduction.DupFd(self.fd),)
+    def __reduce__(self) -> tuple[Any, tuple[Any, Any]]:
+        return _received_descriptor, (type(self), reduction.DupFd(self.fd))
 
 
-def _received_descriptor(duplicate: Any) -> Descriptor:
-    return Descriptor(duplicate.detach())
+class OwnDescriptor(Descriptor):
+    """A file descriptor that is closed when nobody has the object any more."""
+
+    def __del__(self, close: Any = os.close) -> None:
+        # A finalizer would run at the interpreter's end before others have stopped to use it; at that end this
+        # module's names may be gone. In a garbage cycle this may come before the owner's `close`.
+        try:  # noqa: SIM105
+            self.close(close)
+        except OSError:  # the program has closed all that were open
+            pass
+
+
+def _received_descriptor(kind: type[Descriptor], duplicate: Any) -> Descriptor:
+    return kind(duplicate.detach())
 
 
 class Segment:
     """Memory for numbered slots: one sparse memory file, which the main process alone owns and closes."""
 
-    def __init__(self, descriptor: Descriptor | None = None) -> None:
+    def __init__(self, descriptor: OwnDescriptor | None = None) -> None:
         with HeldInterrupts():  # until the descriptor has an owner
-            self._descriptor = descriptor or Descriptor(os.memfd_create("shmloader-slots"))
-
-    def __del__(self) -> None:
-        # Usually `close` has done it. In a garbage cycle this may come before the owner's finalizer, which
-        # closes it. A Ctrl-C may have come before there was a descriptor; at exit this module's names may be
-        # gone.
-        try:  # noqa: SIM105
-            self._descriptor.close()
-        except (AttributeError, OSError):
-            pass
+            self._descriptor = descriptor or OwnDescriptor(os.memfd_create("shmloader-slots"))
 
     def reserve(self, slot: int, held_nbytes: int, nbytes: int) -> int:
         """Make a slot of ``held_nbytes`` at least ``nbytes`` large; its contents stay.
@@ -105,7 +110,7 @@ class Segment:
 
     def duplicate(self) -> Segment:
         """The same memory with a separate descriptor, for a worker thread, which may outlive the owner."""
-        return Segment(Descriptor(os.dup(self._descriptor.fd)))
+        return Segment(OwnDescriptor(os.dup(self._descriptor.fd)))
 
     def close(self) -> None:
         """Drop this object's hold on all slots; mapped extents live on while they are used."""

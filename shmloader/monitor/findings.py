@@ -50,7 +50,10 @@ def find(
     for report in reports:
         alive = [growths[pid] for pid in report.workers if pid in growths]
         workers |= {growth.process.pid for growth in alive}
-        finding = _forked(report, alive) if report.start_method == "fork" else _rebuilt(report, alive)
+        most = max((growth.process.private_nbytes for growth in alive), default=0)
+        rate = max((growth.nbytes_per_min for growth in alive), default=0.0)
+        is_forked = report.start_method == "fork"
+        finding = _forked(report, alive, most, rate) if is_forked else _rebuilt(report, most, rate)
         if finding is not None:
             yield finding
         if report.original_nbytes >= LEAST_NBYTES:
@@ -70,10 +73,8 @@ def _is_lasting(growth: Growth) -> bool:
     return growth.seconds >= _LEAST_S and growth.nbytes_per_min >= LEAST_NBYTES
 
 
-def _forked(report: Report, workers: Sequence[Growth]) -> Finding | None:
+def _forked(report: Report, workers: Sequence[Growth], most: int, rate: float) -> Finding | None:
     """On forked workers, which copy objects by reading them. At their start they have no private memory."""
-    most = max((growth.process.private_nbytes for growth in workers), default=0)
-    rate = max((growth.nbytes_per_min for growth in workers), default=0.0)
     each = f"each of {len(workers)} workers'" if len(workers) > 1 else "the worker's"
     grows = f"grows by {megabytes(rate)}/min" if rate >= _LEAST_RATE else "has grown"
     said = f"{each} private memory {grows}"
@@ -90,12 +91,10 @@ def _forked(report: Report, workers: Sequence[Growth]) -> Finding | None:
     return Finding((report.pid, report.loader), most, said)
 
 
-def _rebuilt(report: Report, workers: Sequence[Growth]) -> Finding | None:
+def _rebuilt(report: Report, most: int, rate: float) -> Finding | None:
     """On spawned workers, each of which gets a dataset of its own."""
     if not report.start_method or report.nbytes < LEAST_NBYTES:
         return None
-    most = max((growth.process.private_nbytes for growth in workers), default=0)
-    rate = max((growth.nbytes_per_min for growth in workers), default=0.0)
     done = f" ({megabytes(most)} private so far)" if most else ""
     grows = f", growing by {megabytes(rate)}/min" if rate >= _LEAST_RATE else ""
     return Finding(

@@ -47,7 +47,7 @@ class Report:
     error: str = ""  # why the dataset could not be looked at; "" if it was
 
 
-_seen: dict[int, tuple[weakref.ref[Any], Report]] = {}  # by the loader's ``id``
+_seen: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()  # by loader
 _listeners: list[Callable[[Report], None]] = []
 
 
@@ -103,13 +103,12 @@ def _send(report: Report) -> None:
 
 
 def _look(loader: Any, frame: types.FrameType | None) -> Report:
-    reference, report = _seen.get(id(loader), (None, None))
-    if report is not None and reference is not None and reference() is loader and report.pid == os.getpid():
-        return report
     report = Report(os.getpid(), id(loader), "dataset")
     try:
-        report = _report(loader, report, frame)
-        _seen[id(loader)] = weakref.ref(loader), report
+        known = _seen.get(loader)
+        if known is not None and known.pid == report.pid:
+            return known
+        report = _seen[loader] = _report(loader, report, frame)
     except Exception as error:  # noqa: BLE001 - of objects of any kind; the program must not see it
         report = replace(report, error=repr(error))
     return report

@@ -65,11 +65,7 @@ class ProcessMemory:
 class ProcessTree:
     """Processes and all that descend from them, also when the processes in between have ended.
 
-    Args:
-        pids: The roots.
-
-    Raises:
-        psutil.NoSuchProcess: If there is no such process.
+    Raises `psutil.NoSuchProcess` if there is none of these.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -154,7 +150,10 @@ def shared_nbytes(pids: Sequence[int]) -> dict[str, int]:
     folder = f"/proc/{next(iter(pids), 'self')}/root/dev/shm"  # a container has its own
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            status = entry.stat(follow_symlinks=False)
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # it was removed just now
+                continue
             if status.st_ino not in inodes and status.st_uid == os.getuid():
                 sums[_UNMAPPED] += status.st_blocks * 512
     return {owner: nbytes for owner, nbytes in sums.items() if nbytes}

@@ -17,16 +17,6 @@ from shmloader.monitor.findings import cure, megabytes
 from shmloader.monitor.inside import Report, listen
 
 
-class _Start:
-    """A ``worker_init_fn`` that notes each worker's private bytes before its first sample."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.private: Any = multiprocessing.get_context("fork").Array("q", num_workers)
-
-    def __call__(self, worker: int) -> None:
-        self.private[worker] = _private_nbytes(os.getpid())
-
-
 def check_growth(dataset: Any, most_nbytes: int, *, num_workers: int = 2, batch_size: int = 64) -> None:
     """Read a random epoch with torch's loader in forked workers, and check what each of them copies.
 
@@ -39,14 +29,18 @@ def check_growth(dataset: Any, most_nbytes: int, *, num_workers: int = 2, batch_
     Raises:
         AssertionError: If a worker grows by more, with the largest object in the dataset and the cure.
     """
-    start = _Start(num_workers)
+    private: Any = multiprocessing.get_context("fork").Array("q", num_workers)  # before the first samples
+
+    def note_private(worker: int) -> None:
+        private[worker] = _private_nbytes(os.getpid())
+
     loader: Any = torch.utils.data.DataLoader(
         dataset,
         batch_size,
         shuffle=True,
         num_workers=num_workers,
         collate_fn=len,
-        worker_init_fn=start,
+        worker_init_fn=note_private,
         multiprocessing_context="fork",
         persistent_workers=True,  # so that they can be read when the epoch is over
     )
@@ -59,9 +53,7 @@ def check_growth(dataset: Any, most_nbytes: int, *, num_workers: int = 2, batch_
     for _ in batches:
         pass
     (report,) = reports
-    growths = [
-        _private_nbytes(pid) - before for pid, before in zip(report.workers, start.private, strict=True)
-    ]
+    growths = [_private_nbytes(pid) - before for pid, before in zip(report.workers, private, strict=True)]
     if max(growths) > most_nbytes:
         raise AssertionError(
             f"a worker's private memory has grown by {megabytes(max(growths))} in one epoch, which is more "

@@ -52,7 +52,9 @@ def _table(monitor: Monitor, at: Reading, width: int, most_rows: int) -> list[st
 
 def _summary(monitor: Monitor, reading: Reading) -> list[str]:
     room, seconds = reading.room, monitor.time_to_limit_s(reading)
-    until = "" if seconds is None else f", reached in {_duration(seconds)} at this growth"
+    minutes = (seconds or 0.0) / 60
+    duration = f"{minutes:,.0f} min" if minutes >= 2 else f"{60 * minutes:.0f} s"
+    until = "" if seconds is None else f", reached in {duration} at this growth"
     shared = ", ".join(f"{owner} {megabytes(nbytes)}" for owner, nbytes in sorted(reading.shared.items()))
     limit = f"limit: {megabytes(room.limit_nbytes)} ({room.source}), {megabytes(room.available_nbytes)} left"
     return [
@@ -61,8 +63,3 @@ def _summary(monitor: Monitor, reading: Reading) -> list[str]:
         limit + until,
         f"shared: {shared or 'nothing'}",
     ]
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    return f"{minutes:,.0f} min" if minutes >= 2 else f"{seconds:.0f} s"

@@ -79,7 +79,7 @@ class BatchRecorder:
 
     def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
         """An iterator over the same index batches that is timed."""
-        self._sampler = _Timed(batches)
+        self._sampler, self._sampler_ns = _Timed(batches), 0
         return self._sampler
 
     def begin_next(self, waited_ns: int) -> None:
@@ -94,10 +94,9 @@ class BatchRecorder:
         self._ended_ns, self._last = now_ns, (waited_ns, self._last[1])  # it may ask again, if none is here
 
     def _begin(self, now_ns: int, waited_ns: int) -> None:
-        """Begin the next `Returned`."""
         self._began_ns, self._waited_ns = now_ns, waited_ns
         self._step_ns = self._batches = 0
-        self._sampler.begin()
+        self._sampler_ns = self._sampler.spent_ns
 
     def end_next(self, waited_ns: int, held: int) -> None:
         """Note that it gets one."""
@@ -131,7 +130,8 @@ class BatchRecorder:
         """Note the batches that were returned since the last entry."""
         if not self._batches:
             return
-        (waited_ns, held), sampler_ns, step_ns = self._last, self._sampler.spent_ns, self._step_ns
+        (waited_ns, held), step_ns = self._last, self._step_ns
+        sampler_ns = self._sampler.spent_ns - self._sampler_ns
         wait_ns = waited_ns - self._waited_ns
         next_ns = max(0, self._ended_ns - self._began_ns - step_ns - wait_ns - sampler_ns)
         times = (step_ns / 1e9, wait_ns / 1e9, sampler_ns / 1e9, next_ns / 1e9)
@@ -193,10 +193,6 @@ class _Timed:
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self._inner = inner
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin to sum up anew."""
         self.spent_ns = 0
 
     def __iter__(self) -> Iterator[Any]:

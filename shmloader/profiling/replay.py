@@ -15,11 +15,6 @@ class Replay:
 
     The iterator is dropped with its first batch. So its workers end; persistent ones wait. A batch that is a
     list or dict is copied, one level deep: the program may take entries out of it.
-
-    Args:
-        iterator: The loader's.
-        length: Batches of the epoch; None if the loader has no length.
-        recorder: Is told of each batch.
     """
 
     def __init__(self, iterator: Any, length: int | None, recorder: Recorder) -> None:

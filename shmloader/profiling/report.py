@@ -73,8 +73,9 @@ class ProfileReport:
         returned, made = tuple(recorder.returned), tuple(recorder.made)
         batches = [one.batches for one in returned]
         of_each = [one.times.batches for one in made]
-        main = {name: np.array([getattr(one, f"{name}_s") for one in returned]) / batches for name in MAIN}
-        parts = {name: np.array([_of_worker(one, name) for one in made]) for name in WORKERS}
+        fields = {name: "wait_s" if name == "idle" else f"{name}_s" for name in (*MAIN, *WORKERS)}
+        main = {name: np.array([getattr(one, fields[name]) for one in returned]) / batches for name in MAIN}
+        parts = {name: np.array([getattr(one.times, fields[name]) for one in made]) for name in WORKERS}
         main = {name: np.repeat(times, batches) for name, times in main.items()}
         parts = {name: np.repeat(times, of_each) for name, times in parts.items()}
         sums = {name: float(times.sum()) for name, times in {**main, **parts}.items()}
@@ -227,11 +228,6 @@ def _spreads(times: dict[str, _Times]) -> dict[str, Spread]:
     return spreads
 
 
-def _of_worker(made: Made, name: str) -> float:
-    seconds: float = getattr(made.times, "wait_s" if name == "idle" else f"{name}_s")
-    return seconds
-
-
 def _by_worker(made: tuple[Made, ...]) -> dict[int, tuple[int, float]]:
     spent: dict[int, list[float]] = {}
     for worker_id, times, _ in made:
@@ -253,13 +249,9 @@ def _profiled(
         others = median([usual_s for number, usual_s in known.items() if number != slow])
         slow_worker = slow, known[slow] / max(others, 1e-9)
     name, slow_s = next(iter(slowest.items()), ("", 0.0))
+    parts = {f"{part}_s": sums[part] for part in ("step", "sampler", "next", "fetch", "collate", "write")}
     return Profiled(
-        step_s=sums["step"],
-        sampler_s=sums["sampler"],
-        next_s=sums["next"],
-        fetch_s=sums["fetch"],
-        collate_s=sums["collate"],
-        write_s=sums["write"],
+        **parts,
         cpu_s=sum(one.times.cpu_s * one.times.batches for one in made),
         delay_s=sum(one.times.delay_s * one.times.batches for one in made),
         copied_nbytes=sum(one.times.copied_nbytes for one in made) / max(1, len(made)),

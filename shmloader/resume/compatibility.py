@@ -83,13 +83,10 @@ def described(settings: Settings) -> State:
     if batch_size is None and isinstance(index_sampler, BatchSampler):  # as batch_sampler= or as sampler=
         batch_size = getattr(index_sampler, "batch_size", None)  # accelerate's subclasses have none
         drop_last = getattr(index_sampler, "drop_last", drop_last)
-    length: int | None = None
-    with contextlib.suppress(TypeError, NotImplementedError):
-        length = len(settings.dataset)
     return {
         "version": VERSION,
         "kind": "iterable-style" if settings.is_iterable else "map-style",
-        "dataset_len": length,
+        "dataset_len": samplers.length_of(settings.dataset),
         "batch_size": None if batch_size is None else int(batch_size),
         "drop_last": bool(drop_last),
         "sampler": " of ".join(type(sampler).__name__ for sampler in nested),

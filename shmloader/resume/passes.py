@@ -15,7 +15,7 @@ from shmloader.indices.sharded_sampler import WHOLE_EPOCH
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
 from shmloader.resume.progress import Progress
-from shmloader.resume.replay import batches_by_own_state, batches_from, load_place, set_generator
+from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import StreamProgress
 from shmloader.resume.user_states import unpack_user_state
 from shmloader.settings import Settings
@@ -149,7 +149,9 @@ class Pass:
             unchanged = described(settings).items() <= loaded.items()
             return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
         if loaded is not None and (mixed := samplers.mixture_sampler(index_sampler)) is not None:
-            load_place(mixed, loaded)  # nothing is drawn before the first batch
+            mixed.load_state_dict(
+                unpack_user_state(loaded["sampler_state"])
+            )  # nothing is drawn before the first batch
         return (
             sampler_iter if samplers.repeats_its_order(index_sampler) else track(index_sampler, sampler_iter)
         )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shmloader.resume.compatibility import State, with_batches
 from shmloader.resume.progress import Follower, Progress
 from shmloader.settings import Settings
 
@@ -26,39 +25,18 @@ class Epoch:
 
     settings: Settings  # the loader's, then
     progress: Progress
-    constant: State | None = None  # the part of a state that stays the same in it, once one was asked for
-    checksum: int | None = None  # of a state in it, if nothing but `Progress.done` changes in them
     next: Epoch | None = None  # that began after it
 
-    def keep_constant(self, constant: State) -> None:
-        """Keep the part of a state that stays the same."""
-        self.constant = constant
-
-    def note_counted(self, checksum: int) -> None:
-        """Note that nothing else changes, and the checksum of a state."""
-        self.checksum = checksum
-
-    def counted(self, done: int | tuple[int, ...]) -> State | None:
-        """The state after so many batches, if nothing else has changed since the last one."""
-        constant, checksum = self.constant, self.checksum  # which another thread may set back
-        if constant is None or checksum is None or type(done) is not int:
-            return None
-        return constant | {"batches": done, "checksum": with_batches(checksum, done)}
-
     def go_on(self, following: Epoch) -> None:
-        """Note that another epoch has begun; whether this one was over is looked at again."""
-        self.next, self.checksum = following, None
+        """Note that another epoch has begun."""
+        self.next = following
 
 
 class Readers:
-    """The epochs of one loader that are not read to the end, and who reads them.
-
-    Attributes:
-        latest: The epoch that the loader is in.
-    """
+    """The epochs of one loader that are not read to the end, and who reads them."""
 
     def __init__(self) -> None:
-        self.latest: Epoch | None = None
+        self.latest: Epoch | None = None  # that the loader is in
         self._followed: Epoch | None = None  # that one or an earlier one, read behind a look-ahead
         # In each thread, a weak reference to the epoch that has begun, or has found a reader, there; an epoch
         # that is kept would keep all later ones.

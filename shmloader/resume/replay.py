@@ -36,7 +36,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
         return batches_by_own_state(index_sampler, loaded, generator)
     source = _with_generator(index_sampler, loaded)
     if (sharded := samplers.sharded_sampler(index_sampler)) is not None:
-        load_place(sharded, loaded)
+        sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
         return index_arrays(source) or iter(source)
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
@@ -72,11 +72,6 @@ def batches_by_own_state(
         pass
     generator.set_state(at_begin)
     return TrackedBatches(index_sampler, iter(index_sampler))
-
-
-def load_place(sharded: Any, loaded: State) -> None:
-    """Set a sampler that divides a global order to its place in a state."""
-    sharded.load_state_dict(unpack_user_state(loaded["sampler_state"]))
 
 
 def _with_generator(index_sampler: Any, loaded: State) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from shmloader.indices import samplers
 from shmloader.indices.compact_states import CompactStates, digest_of, generator_at
 from shmloader.indices.tracked_batches import state_of
 from shmloader.resume import compatibility
-from shmloader.resume.compatibility import OF_EPOCH_BEFORE, State
+from shmloader.resume.compatibility import OF_EPOCH_BEFORE, State, with_batches
 from shmloader.resume.passes import Pass
 from shmloader.resume.progress import Progress
 from shmloader.resume.readers import Epoch, Readers
@@ -24,6 +24,14 @@ from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.settings import Settings
 
 _MOST_SEEDS = 1000  # epochs whose seeds are known
+
+
+class _Made(NamedTuple):
+    """The parts of the state that was made last which the next one may have too."""
+
+    epoch: Epoch
+    constant: State  # stays the same in the epoch
+    checksum: int | None  # of the state, if nothing but the count of batches changes in it
 
 
 class States:
@@ -35,28 +43,25 @@ class States:
     Attributes:
         begun: Whether the loader has begun an epoch.
         readers: Know the epoch that a state is of.
+        set_epoch: The argument of the last ``loader.set_epoch()``, or None.
     """
 
     def __init__(self) -> None:
         self.begun = False
         self._asked = False  # by the program; before, its own samplers' states are read once an epoch
-        self._set_epoch: int | None = None
+        self.set_epoch: int | None = None
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
         self.readers = Readers()
+        self._made: _Made | None = None
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
         # Of epochs that were begun, by the program's numbers: base seed, and number in the iterator.
         self._seeds: dict[int, tuple[int, int]] = {}
 
-    @property
-    def set_epoch(self) -> int | None:
-        """The argument of the last ``loader.set_epoch()``, or None."""
-        return self._set_epoch
-
     def note_set_epoch(self, epoch: int) -> None:
         """Note a call of ``loader.set_epoch()``."""
-        self._set_epoch = epoch
+        self.set_epoch = epoch
 
     # --- making a state
 
@@ -72,10 +77,13 @@ class States:
         """
         epoch = self.readers.shown
         goes_on = epoch is not None and not (taken is None and epoch.progress.is_over)
-        if loaded is None and epoch is not None and epoch.checksum is not None and goes_on:
-            counted = epoch.counted(epoch.progress.done_when(taken))
-            if counted is not None:
-                return counted
+        if (
+            loaded is None
+            and epoch is not None
+            and goes_on
+            and (counted := self._counted(epoch, taken)) is not None
+        ):
+            return counted
         if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__
             warn_once(f"a loader's state leaves out the state_dict() of its map-style dataset, {name}")
@@ -95,16 +103,29 @@ class States:
             )
         return self._within(epoch, epoch.progress.done_when(taken))
 
+    def _counted(self, epoch: Epoch, taken: int | None) -> State | None:
+        """The state in an epoch, if nothing but the count of batches has changed since the last one."""
+        made = self._made  # which another thread may set
+        if made is None or made.epoch is not epoch or made.checksum is None:
+            return None
+        done = epoch.progress.done_when(taken)
+        if type(done) is not int:
+            return None
+        return made.constant | {"batches": done, "checksum": with_batches(made.checksum, done)}
+
     def _within(self, epoch: Epoch, done: int | tuple[int, ...]) -> State:
         """The state in an epoch, when so much of it was done."""
-        progress = epoch.progress
-        state = (epoch.constant or self._constant_of(epoch)).copy()
+        progress, made = epoch.progress, self._made
+        is_begun = progress.before is not None  # now: another thread may draw the first batch
+        constant = made.constant if made is not None and made.epoch is epoch else self._constant_of(epoch)
+        state = constant.copy()
         batches, *behind = done if isinstance(done, tuple) else (done,)
         state["batches"], state["batches_behind"] = batches, compatibility.listed(behind)
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)
-        if not (others or behind or self._older) and epoch.constant is not None:
-            epoch.note_counted(compatibility.checksum_of(state))
+        if is_begun:
+            is_counted = not (others or behind or self._older)
+            self._made = _Made(epoch, constant, compatibility.checksum_of(state) if is_counted else None)
         return compatibility.signed(state | others)
 
     def _constant_of(self, epoch: Epoch) -> State:
@@ -119,15 +140,12 @@ class States:
                 seed = samplers.draw_seed(generator_at(before.sampler))
                 before = before._replace(sampler=torch.Generator().manual_seed(seed).get_state())
             generators = self._compact(before)
-        constant = self._described(settings, progress, generators) | {
+        return self._described(settings, progress, generators) | {
             "set_epoch": progress.set_epoch,
             "sampler_epoch": progress.sampler_epoch,
             "in_order": progress.in_order and settings.comes_in_order,
             "global_generator": digest_of(progress.global_before),
         }
-        if before is not None:
-            epoch.keep_constant(constant)
-        return constant
 
     def _between_epochs(self, settings: Settings, epoch: Epoch | None) -> State:
         """The state before the first epoch, or after one: generators are as the next epoch needs them."""
@@ -196,7 +214,7 @@ class States:
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
         return compatibility.described(settings) | {
-            "set_epoch": self._set_epoch,
+            "set_epoch": self.set_epoch,
             "sampler_epoch": getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None),
             "base_seed": None if progress is None else progress.base_seed,
             "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
@@ -241,7 +259,7 @@ class States:
         """
         self._asked |= loaded is not None or settings.snapshot_every_n_steps is not None
         looks = 0 if self.begun else 2
-        self._pass = one_pass = Pass(settings, loaded, self._set_epoch, lambda: self._asked, looks)
+        self._pass = one_pass = Pass(settings, loaded, self.set_epoch, lambda: self._asked, looks)
         samplers.GENERATOR_IS_LOADED.set(False)
         try:
             yield one_pass
@@ -260,6 +278,7 @@ class States:
             if not before.finished:
                 self._older[before] = before.done
         self.readers.go_on(Epoch(one_pass.settings, progress))
+        self._made = None  # whether the epoch before was over is looked at again
         self.begun = True
         known = progress.set_epoch if progress.sampler_epoch is None else progress.sampler_epoch
         if known is not None:

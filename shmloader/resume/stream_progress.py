@@ -12,7 +12,7 @@ from shmloader.distributed import check_equal_ends, rank_and_ranks
 from shmloader.errors import ResumeError, warn
 from shmloader.indices.samplers import attribute_of, ranks_share
 from shmloader.indices.tracked_batches import HISTORY
-from shmloader.resume.compatibility import State, is_between_epochs, is_of_one_rank
+from shmloader.resume.compatibility import State, is_of_one_rank
 from shmloader.resume.progress import Progress
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
 from shmloader.settings import Settings
@@ -28,7 +28,7 @@ class _Before(NamedTuple):
 
 
 class StreamProgress:
-    """Progress of one epoch, part by part, from its beginning or from a loaded state on.
+    """Progress of one epoch, part by part, from its beginning or from a state in mid-epoch on.
 
     The loader keeps it when the iterator dies. One thread may take batches while another asks for a state.
 
@@ -42,7 +42,7 @@ class StreamProgress:
         workers = max(settings.num_workers, 1)
         self._last = -1  # the part that the latest batch was of
         self.shared_seed: int | None = None
-        if loaded is None or is_between_epochs(loaded) or not loaded["stream"]:
+        if loaded is None or not loaded["stream"]:
             self.rules = rules = _fresh_rules(settings)
         else:
             self.rules = rules = rules_for(settings, loaded)
@@ -61,7 +61,7 @@ class StreamProgress:
         # What the batches that were counted have changed, by their numbers. Of those below `_oldest`, states
         # of the dataset are a part's first one.
         self._before: dict[int, _Before] = {}
-        self._begun = self._oldest = 0 if loaded is None or is_between_epochs(loaded) else loaded["batches"]
+        self._begun = self._oldest = 0 if loaded is None else loaded["batches"]
         self._at_first = tuple(self._cursors), self._last
         self._first = {part: cursor for part, cursor in enumerate(self._cursors) if cursor.state}
         self._lock = threading.RLock()

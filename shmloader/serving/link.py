@@ -122,7 +122,6 @@ class Link:
         return thing.batch if type(thing) is Report else thing
 
     def _answer_to(self, request: int) -> Any:
-        """Wait for the answer to a request, and read it."""
         while request not in self._answers:
             self._receive()
         try:
@@ -131,7 +130,6 @@ class Link:
             self.slots.pass_over(self._answers.pop(request))  # where it could not be read
 
     def _receive(self) -> None:
-        """Wait for a message, and note it."""
         if self._closed is not None:
             raise copy.copy(self._closed)  # the traceback of one that is kept would refer to this object
         try:
@@ -139,21 +137,18 @@ class Link:
             if message and message[0] == records.EPOCH:  # a second look would double its descriptors
                 with HeldInterrupts():
                     message, fds, is_short = receive_descriptors(self._end, records.MOST_NBYTES, 1)
-                    self._begin(message, fds, is_short=is_short)
+                    if is_short:
+                        self._closed = meeting.no_descriptor(self.name)
+                        return
+                    request, number = records.unpack_epoch(message)
+                    self.slots.begin(fds)
+                    self._before = self._told = number
+                    self._epoch_here = request
                 return
             self._note(message)
             self._end.recv(1)  # all of it
         except ConnectionResetError:  # it has not read all before its end; what it has sent is still here
             return
-
-    def _begin(self, message: bytes, fds: list[int], *, is_short: bool) -> None:
-        if is_short:
-            self._closed = meeting.no_descriptor(self.name)
-            return
-        request, number = records.unpack_epoch(message)
-        self.slots.begin(fds)
-        self._before = self._told = number
-        self._epoch_here = request
 
     def _note(self, message: bytes) -> None:
         kind = message[0] if message else 0

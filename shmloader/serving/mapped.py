@@ -9,7 +9,7 @@ import numpy as np
 
 from shmloader.memory import Extent, Segment
 from shmloader.memory.private_pages import PrivatePages
-from shmloader.memory.segment import Descriptor
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.serving.records import ANSWER, COPY, IN_OWN, Stored
 from shmloader.slots import ByteArray
 
@@ -20,13 +20,8 @@ class _Slots:
     """The slots of one segment of the server, as this process maps them."""
 
     def __init__(self, fd: int) -> None:
-        self.segment = Segment(Descriptor(fd))
+        self.segment = Segment(OwnDescriptor(fd))
         self.extents: dict[int, Extent] = {}
-
-    def map(self, slot: int, nbytes: int) -> Extent:
-        """Map a slot for the first time, or anew since it has another size."""
-        extent = self.extents[slot] = self.segment.map(slot, nbytes, private=True)
-        return extent
 
 
 class MappedSlots:
@@ -72,7 +67,7 @@ class MappedSlots:
         assert slots is not None
         extent = slots.extents.get(slot)
         if extent is None or extent.nbytes != nbytes:
-            extent = slots.map(slot, nbytes)
+            extent = slots.extents[slot] = slots.segment.map(slot, nbytes, private=True)
         header, last = bytes(extent.view[begin:end]), self._last
         if last is not None and last[0] == seq:
             return last[1], header

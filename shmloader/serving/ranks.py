@@ -6,7 +6,6 @@ included. It ends with that rank. A rank's loader is a reader there; `HostLoadin
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -23,7 +22,7 @@ import torch
 
 from shmloader.distributed import local_rank_and_ranks, rank_and_ranks
 from shmloader.errors import LoaderError, ServerDied, ShareTimeout
-from shmloader.indices.samplers import with_inner
+from shmloader.indices.samplers import length_of, with_inner
 from shmloader.interrupts import HeldInterrupts
 from shmloader.loading import Loading
 from shmloader.messages import ending_of
@@ -144,9 +143,8 @@ def _description(settings: Settings) -> str:
     Raises:
         LoaderError: If its sampler divides the data among all ranks.
     """
-    words = [type(settings.dataset).__qualname__]
-    with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
-        words.append(f"{len(settings.dataset):,} samples")
+    length, words = length_of(settings.dataset), [type(settings.dataset).__qualname__]
+    words += [] if length is None else [f"{length:,} samples"]
     words.append(f"batch_size={settings.batch_size}")
     rank, ranks = rank_and_ranks()
     for sampler in with_inner(settings.index_sampler):

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -47,7 +47,7 @@ class AttachedLoader:
         self._pins = (pin_memory or on_accelerator) and torch.accelerator.is_available()
         self._device = device
         self._wants = -1  # the epoch's number
-        self._iterator: weakref.ref[AttachedIterator] | None = None
+        self._live: Callable[[], AttachedIterator | None] = lambda: None  # the iterator
         self._left_at = -1  # the batches of the epoch that was left, up to the last one that was returned
         self._batches = self._wait_ns = 0
 
@@ -69,11 +69,8 @@ class AttachedLoader:
             self._link.ask(self._wants)
             self._left_at = -1
             iterator = AttachedIterator(self, self._link, self._lock)
-            self._iterator = weakref.ref(iterator)
+            self._live = weakref.ref(iterator)
             return iterator
-
-    def _live(self) -> AttachedIterator | None:
-        return None if self._iterator is None else self._iterator()
 
     def set_epoch(self, epoch: int) -> None:
         """Have the server call ``loader.set_epoch(epoch)`` before the next epoch; readers have to agree."""

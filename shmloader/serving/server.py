@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmloader.errors import LoaderError, NotReady, ResumeError
+from shmloader.indices.samplers import length_of
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
 from shmloader.serving.records import Stored
@@ -69,8 +70,9 @@ class Server:
             for reader in slow:
                 self._let_go(
                     reader,
-                    f"this process was {roster.made - reader.asked} batches behind the fastest reader of "
-                    f"{self._name!r}, and was let go: no more are kept for it (policy='drop', window)",
+                    f"this process was {roster.made - roster.active[reader]} batches behind the fastest "
+                    f"reader of {self._name!r}, and was let go: no more are kept for it (policy='drop', "
+                    "window)",
                 )
         elif roster.running and not roster.active:
             roster.end_epoch()
@@ -147,7 +149,7 @@ class Server:
             connection.send(bytes([records.REFUSED]) + why.encode())
             self._end(connection)
             return
-        welcome = {"length": self._source.length, "tell_every": self._roster.tell_every}
+        welcome = {"length": length_of(self._source.loader), "tell_every": self._roster.tell_every}
         message = bytes([records.WELCOME]) + json.dumps(welcome).encode()
         self._send(connection, message, [self._source.fd])
 
@@ -174,7 +176,7 @@ class Server:
         connection.let_go(request.released)
         if kind == records.NEXT:
             if not self._roster.ask_next(connection, value):
-                raise ValueError(f"it asks for batch {value} after {connection.asked}")
+                raise ValueError(f"it asks for batch {value} in an epoch of {self._roster.made} so far")
         elif kind == records.ASK:
             connection.note_request(request.number)
             if self._roster.ask(connection, None if value < 0 else value):
@@ -192,13 +194,10 @@ class Server:
             item = self._source.store(make())
         except Exception as error:  # noqa: BLE001 - the reader's
             item = self._source.store_error(error, self._where)
-        self._reply_with(item, connection, number)
-
-    def _reply_with(self, item: Item, connection: Connection, number: int) -> None:
         self._send(connection, self._hold(item, [connection], records.ANSWER, number))
 
     def _state(self, reader: Connection, taken: int) -> Any:
-        if taken >= 0 and reader.epoch != self._roster.epoch:
+        if taken >= 0 and self._roster.epochs[reader] != self._roster.epoch:
             raise ResumeError("the readers have begun the next epoch: there is no state of the last one now")
         if taken < 0 and self._roster.running:
             raise ResumeError(
@@ -218,8 +217,8 @@ class Server:
     # --- epochs and batches
 
     def _begin_epoch(self, epochs: int | None) -> None:
-        readers = self._roster.waiting()
-        wanted = sorted({reader.wants for reader in readers if reader.wants is not None})
+        readers = list(self._roster.waiting)
+        wanted = sorted({wants for wants in self._roster.waiting.values() if wants is not None})
         try:
             if epochs is not None and self._roster.epoch + 1 >= epochs:
                 raise LoaderError(f"{self._name!r} was served for {epochs} epochs, and there are no more")
@@ -230,7 +229,7 @@ class Server:
             for reader in readers:
                 self._roster.leave(reader)
                 item = self._source.store_error(error, f"{self._where}, when an epoch began")
-                self._reply_with(item, reader, reader.request)
+                self._send(reader, self._hold(item, [reader], records.ANSWER, reader.request))
             return
         self._loaded = None
         self._roster.begin_epoch()
@@ -257,7 +256,7 @@ class Server:
         held = set[int]().union(*(connection.held for connection in self._connections.values()))
         room = min(self._roster.window + 2 * len(self._roster), MOST_WINDOW) + _KEPT
         flags = records.COPY if len(held) >= room else 0
-        readers = self._roster.active
+        readers = list(self._roster.active)
         message = self._hold(item, readers, flags, self._roster.add_batch())
         for reader in readers:
             reader.unsent.append(message)

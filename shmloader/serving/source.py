@@ -37,20 +37,9 @@ class Source:
         self._iterator: Any = None
         nbytes = memory_headroom().available_nbytes // 2
         self._own = PlaceTable(Segment(), 1, nbytes, follows_host=True)
+        self.fd = self._own.segment.fileno()
         self._allocator = SlotAllocator(self._own.segment.duplicate())
         self._encoder = Encoder(self._allocator)
-
-    @property
-    def length(self) -> int | None:
-        """The loader's length; None if it has none."""
-        with contextlib.suppress(TypeError, NotImplementedError):
-            return len(self.loader)
-        return None
-
-    @property
-    def fd(self) -> int:
-        """The descriptor of the server's own segment."""
-        return self._own.segment.fileno()
 
     @property
     def epoch_fds(self) -> list[int]:

@@ -95,18 +95,16 @@ _has_names: Any = getattr(torch.Tensor, "has_names", None)  # newer releases of 
 
 def _check_rows(tensor: torch.Tensor) -> None:
     plain = type(tensor) is torch.Tensor and _facts(tensor) in _PLAIN
-    if not plain or not _is_of_rows(tensor) or (tensor.dim() > 3 and not _joins_row_major(tensor)):
+    if not plain or not _is_of_rows(tensor):
+        raise _refused(tensor)
+    # torch joins the rows to a contiguous tensor, but not those of images in ``channels_last``.
+    if tensor.dim() > 3 and tensor.stride()[1:] != torch.empty(tensor.shape[1:], device="meta").stride():
         raise _refused(tensor)
 
 
 def _is_of_rows(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a first dimension, and no names."""
     return tensor.dim() > 0 and not (_has_names and _has_names(tensor))
-
-
-def _joins_row_major(tensor: torch.Tensor) -> bool:
-    """Whether torch joins the rows to a contiguous tensor: not those of images in ``channels_last``."""
-    return tensor.stride()[1:] == torch.empty(tensor.shape[1:], device="meta").stride()
 
 
 def _refused(tensor: torch.Tensor) -> NotGathered:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,20 +36,13 @@ Recognise = Callable[[Any], Source]
 Pick = Callable[[Rows], Rows]
 
 
-def _tuple_rows(fields: Sequence[Source]) -> Source:
-    """Samples that are tuples, each field from a source of its own."""
-    gathers = [field.gather for field in fields]
+def _rows_of_fields(fields: Sequence[Source], names: Sequence[Any] | None = None) -> Source:
+    """Samples that are tuples, or with ``names`` dicts, each field from a source of its own."""
+    gathers, users_code = [field.gather for field in fields], any(field.users_code for field in fields)
+    if names is None:
+        return Source(lambda rows: [as_sample_field(gather(rows)) for gather in gathers], users_code)
     return Source(
-        lambda rows: [as_sample_field(gather(rows)) for gather in gathers],
-        any(field.users_code for field in fields),
-    )
-
-
-def _dict_rows(fields: Mapping[Any, Source]) -> Source:
-    """Samples that are dicts, each value from a source of its own."""
-    return Source(
-        lambda rows: {name: field.gather(rows) for name, field in fields.items()},
-        any(field.users_code for field in fields.values()),
+        lambda rows: {name: gather(rows) for name, gather in zip(names, gathers, strict=True)}, users_code
     )
 
 
@@ -115,7 +108,7 @@ def _mixed_rows(mixture: Mixture, recognise: Recognise) -> Source:
         out = make_output(len(rows), (), torch.int64)
         return out.copy_(torch.from_numpy(mixture.sources_of(within(rows, len(mixture)))))
 
-    return _tuple_rows([samples, Source(numbers)])
+    return _rows_of_fields([samples, Source(numbers)])
 
 
 def _form(dataset: Any) -> Any:
@@ -231,7 +224,7 @@ def _made_of(dataset: Any) -> list[Any]:
 
 def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: bool) -> Source:
     if kind is TensorDataset:
-        return _tuple_rows([block_of(tensor, in_worker=in_worker) for tensor in dataset.tensors])
+        return _rows_of_fields([block_of(tensor, in_worker=in_worker) for tensor in dataset.tensors])
     if kind is Subset:
         source, pick = recognise(dataset.dataset), pick_from(dataset.indices, now=not in_worker)
         if in_worker:
@@ -241,9 +234,10 @@ def _source_of(dataset: Any, kind: type, recognise: Recognise, *, in_worker: boo
         return _concatenated_rows(dataset, recognise)
     if kind is Mixture:
         return _mixed_rows(dataset, recognise)
-    if isinstance(dataset.datasets, dict):
-        return _dict_rows({name: recognise(part) for name, part in dataset.datasets.items()})
-    return _tuple_rows([recognise(part) for part in dataset.datasets])
+    parts = dataset.datasets
+    if isinstance(parts, dict):
+        return _rows_of_fields(list(map(recognise, parts.values())), list(parts))
+    return _rows_of_fields(list(map(recognise, parts)))
 
 
 # --- the indices of a Subset

@@ -12,22 +12,11 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from shmloader.errors import ArchiveError, warn
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.tar.decoders import Decoder, Members
 from shmloader.tar.index import index_of
 
 _MOST_OPEN = 128  # archives that a process keeps open
-
-
-class _OpenArchive:
-    """An archive that is open in this process, as long as somebody has the object."""
-
-    def __init__(self, path: Path) -> None:
-        self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self, close: Any = os.close) -> None:
-        if self.fd >= 0:
-            close(self.fd)
 
 
 class TarDataset(Dataset[dict[str, Any]]):
@@ -79,7 +68,7 @@ class TarDataset(Dataset[dict[str, Any]]):
                 UserWarning,
             )
         self._ends = list(itertools.accumulate(len(index.key_ends) for index in self._indices))
-        self._files: dict[int, _OpenArchive] = {}  # open archives, by number
+        self._files: dict[int, OwnDescriptor] = {}  # open archives, by number
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the open archives."""
@@ -121,8 +110,8 @@ class TarDataset(Dataset[dict[str, Any]]):
             data += more
         return data
 
-    def _opened(self, archive: int) -> _OpenArchive:
-        file = _OpenArchive(self.paths[archive])
+    def _opened(self, archive: int) -> OwnDescriptor:
+        file = OwnDescriptor(os.open(self.paths[archive], os.O_RDONLY | os.O_CLOEXEC))
         status, identity = os.fstat(file.fd), self._identities[archive]
         if (status.st_size, status.st_mtime_ns) != identity[:2]:
             raise ArchiveError(

@@ -44,7 +44,6 @@ DECODERS: Mapping[str, Decoder] = MappingProxyType(
 
 
 def _plain(extension: str) -> str:
-    """An extension as an index has it."""
     return extension.lower().lstrip(".")
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import tarfile
 import tempfile
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,12 +67,7 @@ def identity_of(path: Path) -> Identity:
 
 
 def index_of(path: Path, folder: Path | None) -> tuple[ArchiveIndex, Identity]:
-    """The index of an archive: that which is kept, or else a new one, which is kept then.
-
-    Args:
-        path: The archive.
-        folder: Where it is kept; None for beside the archive.
-    """
+    """The index of an archive: that which is kept in a folder, or beside the archive; or a new one."""
     identity = identity_of(path)
     kept = path.with_name(f"{path.name}.index")
     if folder is not None:
@@ -145,10 +141,8 @@ def make_index(path: Path) -> ArchiveIndex:
     """
     keys: dict[str, set[str]] = {}
     extensions: dict[str, int] = {}
-    begins: list[int] = []  # of the samples, in the next three
-    offsets: list[int] = []
-    sizes: list[int] = []
-    kinds: list[int] = []
+    begins: list[int] = []  # of the samples' members
+    numbers = array("q")  # of each member: offset, size, kind
     others: list[str] = []
     latest = None
     for offset, name, data, size in _files(path):
@@ -163,13 +157,11 @@ def make_index(path: Path) -> ArchiveIndex:
                     "lie before those of other samples. Let the members of a sample follow each other"
                 )
             latest, keys[key] = key, set()
-            begins.append(len(offsets))
+            begins.append(len(numbers) // 3)
         if extension in keys[key]:
             raise ArchiveError(f"{path}, offset {offset:,}: the sample {key!r} has two members .{extension}")
         keys[key].add(extension)
-        offsets.append(data)
-        sizes.append(size)
-        kinds.append(extensions.setdefault(extension, len(extensions)))
+        numbers.extend((data, size, extensions.setdefault(extension, len(extensions))))
     if others:
         warn(
             f"{path} has {len(others):,} file(s) without an extension, such as {others[0]!r}: they are in no "
@@ -178,9 +170,9 @@ def make_index(path: Path) -> ArchiveIndex:
         )
     texts = [key.encode("utf-8", "surrogateescape") for key in keys]
     key_ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    ends = [*begins[1:], len(offsets)] if begins else []
-    numbers = [np.array(each, np.int64) for each in (ends, offsets, sizes, kinds)]
-    return ArchiveIndex._make([b"".join(texts), key_ends, *numbers, tuple(extensions)])
+    ends = np.array([*begins[1:], len(numbers) // 3] if begins else [], np.int64)
+    members = np.array(numbers, np.int64).reshape(-1, 3).T.copy()
+    return ArchiveIndex._make([b"".join(texts), key_ends, ends, *members, tuple(extensions)])
 
 
 def _files(path: Path) -> Iterator[tuple[int, str, int, int]]:

@@ -66,11 +66,9 @@ class TarStream(IterableDataset[dict[str, Any]]):
 
     def shard(self, num_shards: int, index: int) -> TarStream:
         """Every ``num_shards``-th archive from ``index`` on, perhaps none."""
-        return copy.copy(self)._only(slice(index, None, num_shards))  # noqa: SLF001 - of this class
-
-    def _only(self, part: slice) -> TarStream:
-        self.archives = self.archives[part]
-        return self
+        part = copy.copy(self)
+        vars(part)["archives"] = self.archives[index::num_shards]
+        return part
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return _Samples(self)
@@ -134,7 +132,9 @@ class _Samples(Iterator[dict[str, Any]]):
                 raise
             if raw is not None:
                 self._taken += 1
-                return self._decoded(*raw)
+                (key, members), name, decode = raw, self._names[self._archive], self._stream.members.decoded
+                values = {kind: decode(data, key, kind, name, at) for kind, (at, data) in members.items()}
+                return {"__key__": key, **values}
             self._go_to(self._archive + 1, 0)
         raise StopIteration
 
@@ -150,11 +150,6 @@ class _Samples(Iterator[dict[str, Any]]):
                 "were read from it before"
             )
         return samples
-
-    def _decoded(self, key: str, raw: dict[str, tuple[int, bytes]]) -> dict[str, Any]:
-        decode, name = self._stream.members.decoded, self._names[self._archive]
-        values = {kind: decode(data, key, kind, name, offset) for kind, (offset, data) in raw.items()}
-        return {"__key__": key, **values}
 
     def state_dict(self) -> dict[str, Any]:
         """The archive that is read, by number and path, and how many samples were taken from it."""

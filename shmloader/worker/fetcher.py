@@ -43,7 +43,9 @@ class FetchRules(NamedTuple):
 class Fetcher(ABC):
     """Makes one batch for one index batch, each with a new list of bad samples: none is reported twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: FetchRules) -> None:
+        self._rules, probe = rules, rules.probe
+        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
         self._bad: list[BadSample] = []
 
     @abstractmethod

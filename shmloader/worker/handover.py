@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from shmloader.errors import LoaderError
-from shmloader.indices.samplers import attribute_of
+from shmloader.indices.samplers import has_state
 from shmloader.memory.process_memory import private_nbytes
-from shmloader.worker.epoch_settings import datasets_in
+from shmloader.worker.epoch_settings import datasets_in, owners_in
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.random_state import Generators, global_states, set_global_states
 
@@ -40,19 +40,13 @@ _ADVICE = (
 
 
 class Handover:
-    """One worker's limit of private memory, and its handover to the process that replaces it.
-
-    Args:
-        max_nbytes: Bytes beyond which the worker is to be replaced.
-        generators: Those of ``get_worker_info().rng``.
-        heap: The process's heap, if it keeps memory that is free.
-    """
+    """One worker's limit of private memory, and its handover to the process that replaces it."""
 
     def __init__(self, max_nbytes: int, generators: Generators, heap: WarmHeap | None) -> None:
         self.nbytes = 0  # private memory when it was looked at last
         self._max_nbytes = max_nbytes
-        self._generators = generators
-        self._heap = heap
+        self._generators = generators  # those of ``get_worker_info().rng``
+        self._heap = heap  # if it keeps memory that is free
         self._looked_ns = self._due_ns = 0
         self._scalars: dict[str, Any] | None = None  # of the datasets, since the epoch's first batch
         self._received = bytearray()  # of the state of the worker before
@@ -97,8 +91,8 @@ class Handover:
 
     def _refuse_states(self, dataset: Any, collate_fn: Any, *, thoroughly: bool) -> None:
         """Raise the error for a state that would be lost: a number that has changed, thoroughly an object."""
-        owners = _owners_in(dataset)
-        scalars = _scalars_of(dataset, owners)
+        owners = owners_in(dataset, has_state)
+        scalars = _scalars_of(dataset)
         before, self._scalars = self._scalars or scalars, scalars
         for path, value in scalars.items():
             if path in before and before[path] != value:
@@ -114,7 +108,7 @@ class Handover:
     def pack(self, dataset: Any, collate_fn: Any) -> bytes:
         """The state that a new worker goes on with; raises `LoaderError` if a state would be lost."""
         self._refuse_states(dataset, collate_fn, thoroughly=True)
-        owned = [owner.state_dict() for owner in _owners_in(dataset)]
+        owned = [owner.state_dict() for owner in owners_in(dataset, has_state)]
         return pickle.dumps((global_states(), self._generators.states(), self._scalars, owned), 5)
 
     def receive(self, dataset: Any, total_nbytes: int, begin: int, piece: bytes) -> None:
@@ -128,35 +122,25 @@ class Handover:
             return
         # Packed by this worker's predecessor.
         states, own_states, scalars, owned = pickle.loads(self._received[:total_nbytes])
-        owners = _owners_in(dataset)
-        for path, value in _scalars_of(dataset, owners).items():
+        for path, value in _scalars_of(dataset).items():
             if scalars is not None and path in scalars and scalars[path] != value:
                 raise LoaderError(
                     f"{path} is {value!r:.50} in a worker that replaces one in which it is "
                     f"{scalars[path]!r:.50}: the program has changed its dataset since its workers were "
                     "started. With worker_max_nbytes change it before iter(), without persistent_workers"
                 )
-        for owner, state in zip(owners, owned, strict=True):
+        for owner, state in zip(owners_in(dataset, has_state), owned, strict=True):
             owner.load_state_dict(state)
         self._generators.set_states(own_states)
         set_global_states(states)  # last: what the program's code above draws does not count
 
 
-def _has_state(one: Any) -> bool:
-    return callable(attribute_of(one, "state_dict")) and callable(attribute_of(one, "load_state_dict"))
-
-
-def _owners_in(dataset: Any) -> list[Any]:
-    """The outermost datasets with a ``state_dict`` pair; what is inside of them is theirs."""
-    return [one for one in datasets_in(dataset, _has_state) if _has_state(one)]
-
-
-def _scalars_of(dataset: Any, owners: list[Any]) -> dict[str, Any]:
-    """Numbers and strings that are attributes of datasets without such a pair."""
+def _scalars_of(dataset: Any) -> dict[str, Any]:
+    """Numbers and strings that are attributes of datasets without a state of their own."""
     found = {}
-    for number, one in enumerate(datasets_in(dataset, _has_state)):
-        if not any(one is owner for owner in owners):
-            for name, value in _attributes_of(one).items():
+    for number, one in enumerate(datasets_in(dataset, has_state)):
+        if not has_state(one):
+            for name, value in dict(getattr(one, "__dict__", {})).items():
                 if isinstance(value, _SCALARS):
                     inside = f" (dataset {number} inside it)" if number else ""
                     found[f"{type(one).__qualname__}.{name}{inside}"] = value
@@ -185,22 +169,11 @@ def _held_by(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple | set | frozenset):
         return [(f"{path}[{number}]", one) for number, one in enumerate(itertools.islice(value, _LONG))]
     if isinstance(value, functools.partial):
-        return [
-            (f"{path}.func", value.func),
-            (f"{path}.args", value.args),
-            (f"{path}.keywords", value.keywords),
-        ]
+        return [(f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords")]
     if isinstance(value, types.MethodType):
         return [(f"{path}.__self__", value.__self__)]
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         names = value.__code__.co_freevars
         return [(f"{path}, its {name}", cell.cell_contents) for name, cell in zip(names, cells, strict=False)]
-    return [(f"{path}.{name}", one) for name, one in _attributes_of(value).items()]
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    try:
-        return dict(vars(value))
-    except TypeError:  # it has none, or only slots
-        return {}
+    return [(f"{path}.{name}", one) for name, one in dict(getattr(value, "__dict__", {})).items()]

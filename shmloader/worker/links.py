@@ -13,7 +13,7 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from shmloader.memory import Descriptor
+from shmloader.memory.segment import Descriptor, OwnDescriptor
 from shmloader.wire.records import REQUEST_NBYTES, SPIN_NS
 
 
@@ -73,31 +73,25 @@ class ProcessLink:
 class Wakeup(SimpleQueue[None]):
     """The queue at which the main process's thread waits for all threads, and if it asks, a descriptor."""
 
-    _fd = -1  # an eventfd, readable while an item may be in the queue
+    _event: OwnDescriptor | None = None  # an eventfd, readable while an item may be in the queue
 
     def fileno(self) -> int:
         """A descriptor that is readable from `put` to `clear`; closed when no thread has the queue."""
-        if self._fd < 0:
-            self._fd = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        return self._fd
-
-    def __del__(self, close: Any = os.close) -> None:
-        # A finalizer would run at the interpreter's end before the threads are stopped, which write to it.
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            close(fd)
+        if self._event is None:
+            self._event = OwnDescriptor(os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        return self._event.fd
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
         """Wake whoever waits."""
         super().put(item)
-        if self._fd >= 0:
-            os.eventfd_write(self._fd, 1)
+        if self._event is not None:
+            os.eventfd_write(self._event.fd, 1)
 
     def clear(self) -> None:
         """Take all items; look for records after it. A `put` meanwhile may leave `fileno` readable."""
         with contextlib.suppress(BlockingIOError):
-            if self._fd >= 0:
-                os.eventfd_read(self._fd)
+            if self._event is not None:
+                os.eventfd_read(self._event.fd)
         with contextlib.suppress(Empty):
             while True:
                 self.get_nowait()

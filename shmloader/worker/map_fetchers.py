@@ -68,12 +68,9 @@ class _Samples:
 
 class _MapFetcher(Fetcher):
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
-        super().__init__()
+        super().__init__(rules)
         self._dataset = dataset
-        self._auto_collation = rules.auto_collation
-        probe = rules.probe
-        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
-        self._fetch_each = _fetch_each if probe is None else probe.around_fetch(_fetch_each)
+        self._fetch_each = _fetch_each if rules.probe is None else rules.probe.around_fetch(_fetch_each)
         self._gatherer: Gatherer | None = None
         if rules.auto_collation:
             self._gatherer = Gatherer(dataset, rules.collate_fn, in_worker=rules.in_worker)
@@ -82,7 +79,7 @@ class _MapFetcher(Fetcher):
         dataset = self._dataset
         if self._gatherer is None:
             index = _unpacked(index_batch)  # a sampler of index batches gives lists
-            return self._join(_fetch_each(dataset, [index])[0], index)
+            return self._join(_fetch_each(dataset, [index]), [index])
         batch = self._gatherer.gather(index_batch)
         if batch is not NOT_GATHERED:
             return batch
@@ -93,12 +90,11 @@ class _MapFetcher(Fetcher):
             samples = self._fetch_each(dataset, index_batch)
         return self._join(samples, index_batch)
 
-    def _join(self, samples: Any, index_batch: Any) -> Any:
+    def _join(self, samples: Any, indices: Any) -> Any:
         try:
-            return self._collate_fn(samples)
+            return self._collate_fn(samples if self._rules.auto_collation else samples[0])
         except Exception as error:
-            each = (samples, index_batch) if self._auto_collation else ([samples], [index_batch])
-            explain_collation(error, *each)
+            explain_collation(error, samples, indices)
             raise
 
 
@@ -137,7 +133,7 @@ class _TolerantMapFetcher(_MapFetcher):
 
     def fetch(self, index_batch: Any) -> Any:
         self._bad = []
-        get_all = getattr(self._dataset, "__getitems__", None) if self._auto_collation else None
+        get_all = getattr(self._dataset, "__getitems__", None) if self._rules.auto_collation else None
         try:
             batch = NOT_GATHERED if self._gatherer is None else self._gatherer.gather(index_batch)
             if batch is not NOT_GATHERED:
@@ -152,13 +148,13 @@ class _TolerantMapFetcher(_MapFetcher):
         else:
             if get_all:
                 return self._join(samples, index_batch)
-        indices = list(index_batch) if self._auto_collation else [index_batch]
+        indices = list(index_batch) if self._rules.auto_collation else [index_batch]
         samples = self._fetch_good(indices)
         if self._bad:
-            samples, indices = _without_bad(samples, indices, self._replaces and self._auto_collation)
+            samples, indices = _without_bad(samples, indices, self._replaces and self._rules.auto_collation)
             if not samples:
                 return Report(LEFT_OUT, bad_samples=self.take_bad_samples(), one_by_one=bool(get_all))
-        batch = self._join(samples, indices) if self._auto_collation else self._join(samples[0], index_batch)
+        batch = self._join(samples, indices)
         if not self._bad and not get_all:
             return batch
         return Report(batch, bad_samples=self.take_bad_samples(), one_by_one=bool(get_all))

@@ -7,14 +7,17 @@ so the kernel is asked for a signal too, where that is safe.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import os
 import select
 import signal
-import sys
 import threading
 import time
+
+import psutil
+
+from shmloader.memory.mapping import libc
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,6 +34,12 @@ def _go_on(grace_s: float, number: int, _: object) -> None:
     threading.Thread(target=end, name="shmloader-sigterm", daemon=True).start()
 
 
+def _has_not_ended(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
     """Set up signals and the watch over the main process: first in a worker, in its main thread.
 
@@ -45,16 +54,14 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked while the process was started
     # The kernel kills this process when the *thread* that made it ends: the main process's first one, if it
     # is ``by_leader``, which lives as long as the process.
-    if by_leader and sys.platform == "linux" and os.getppid() == main_pid:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if by_leader and libc is not None and os.getppid() == main_pid:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != main_pid:  # it ended just before
             os._exit(1)
-    try:
+    is_child = os.getppid() == main_pid  # not of a fork server
+    main_fd = -1
+    with contextlib.suppress(AttributeError, OSError):  # before Linux 5.3, refused, or it has ended
         main_fd = os.pidfd_open(main_pid)
-    except ProcessLookupError:
-        os._exit(1)
-    except (AttributeError, OSError):
-        main_fd = -1
 
     def wait() -> None:
         if main_fd >= 0:
@@ -62,7 +69,7 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
             poller.register(main_fd, select.POLLIN)
             poller.poll()
         else:
-            while os.getppid() == main_pid:
+            while os.getppid() == main_pid if is_child else _has_not_ended(main_pid):
                 time.sleep(1.0)
         os._exit(1)
 

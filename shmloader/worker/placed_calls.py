@@ -18,19 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy import concatenate as own_concatenate
-from numpy import stack as own_np_stack
-from torch import cat as own_cat
-from torch import full as own_full
-from torch import index_select as own_index_select
-from torch import stack as own_stack
-from torch import tensor as own_tensor
 
 from shmloader import torch_private
 from shmloader.codec.leaves import row_major
 
 LEAST_NBYTES = 64 << 10
 """Smaller results are left to torch: what a placed call takes would be seen."""
+
+# Torch's and NumPy's own, while others stand for their names.
+own_cat, own_full, own_index_select = torch.cat, torch.full, torch.index_select
+own_stack, own_tensor, own_concatenate, own_np_stack = torch.stack, torch.tensor, np.concatenate, np.stack
 
 _LEAST_PART_NBYTES = 2 << 10  # of the first tensor that is joined with others: each is looked at
 _dtype = operator.attrgetter("dtype")
@@ -53,11 +50,6 @@ class PlacedCall:
     of_batches: bool = False
     of_class: bool = False  # whether it is a method of the class itself
 
-    @property
-    def is_numpys(self) -> bool:
-        """Whether it is a call of NumPy's."""
-        return self.owner is np
-
     def can_stand(self) -> bool:
         """Whether the name stands for the original call, not for a function of the program's, and may change.
 
@@ -66,11 +58,11 @@ class PlacedCall:
         if not isinstance(inspect.getattr_static(self.owner, self.name), _KINDS):
             return False
         # A module that a program has put there for it may have no spec, of which `find_spec` raises.
-        return not (self.is_numpys and ("numba" in sys.modules or importlib.util.find_spec("numba")))
+        return not (self.owner is np and ("numba" in sys.modules or importlib.util.find_spec("numba")))
 
     def is_passed_on(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Whether NumPy may pass the call on to a class of what it is given (``__array_function__``)."""
-        if not self.is_numpys:
+        if self.owner is not np:
             return False
         if self.name == "array":  # of which NumPy looks at nothing else; its list may have many numbers
             return named.get("like") is not None
@@ -85,7 +77,7 @@ class PlacedCall:
         return any(hasattr(kind, "__array_function__") for kind in kinds - {np.ndarray})
 
     def __str__(self) -> str:
-        owner = self.owner.__name__ if self.is_numpys or isinstance(self.owner, type) else "torch"
+        owner = self.owner.__name__ if self.owner is np or isinstance(self.owner, type) else "torch"
         return f"{owner}.{self.name}"
 
 

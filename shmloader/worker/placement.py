@@ -28,7 +28,7 @@ from shmloader.failures.bad_samples import Report
 from shmloader.failures.exceptions import add_note
 from shmloader.statistics import PlacedSite
 from shmloader.worker.placed_calls import CALLS, COMPILERS, LEAST_NBYTES, RESIZES, PlacedCall
-from shmloader.worker.stand_ins import Compile, Replacement, Resize, StandIn
+from shmloader.worker.stand_ins import Before, Replacement, StandIn
 
 _LEAST_BATCH_NBYTES = 256 << 10
 _WATCHED_BATCHES = 4
@@ -68,7 +68,6 @@ class _Site:
         return False
 
     def leave(self, why: str) -> bool:
-        """Place its results no more."""
         self.state, self.why = _LEFT, why
         return True
 
@@ -106,7 +105,7 @@ class Placement:
         self._lacked_room = False  # the slot, for the result that was to be placed last
         self._thread = threading.get_ident()
         self._out_of_reach: list[PlacedSite] = []
-        self._resizes = [Resize(self._make_resizable, *name) for name in RESIZES if is_on]
+        self._resizes = [Before(self._make_resizable, *name) for name in RESIZES if is_on]
         self._moved: list[Any] = []
         if is_on:
             os.register_at_fork(before=self._end_for_fork)
@@ -119,10 +118,8 @@ class Placement:
         replacements = [Replacement(call, self._call) for call in calls]
         self._out_of_reach += _captured_names(function, replacements)
         function = next((one for one in replacements if one.is_own(function)), function)
-        others: list[StandIn] = [
-            *self._resizes,
-            *(Compile(self._end_for_compiler, *name) for name in COMPILERS),
-        ]
+        compilers = [Before(self._end_for_compiler, *name) for name in COMPILERS]
+        others = [*self._resizes, *compilers]
         put: list[StandIn] = [*replacements, *others]
         version = 0
 
@@ -178,7 +175,7 @@ class Placement:
                 for one in put:
                     one.replace()
 
-    def _end_for_compiler(self) -> None:
+    def _end_for_compiler(self, *_: Any) -> None:
         """End before torch compiles a function, in which the compiler has to find torch's own calls."""
         if self._running:
             self._end("it calls a function that torch compiles")
@@ -198,7 +195,7 @@ class Placement:
             site = None
             self._others[call] = self._others.get(call, 0) + 1
         goes_on = call.is_passed_on(arguments, named)
-        if not goes_on and (site is not None or not call.is_numpys):
+        if not goes_on and (site is not None or call.owner is not np):
             goes_on = torch_private.is_intercepted((*arguments, *named.values()))
         if goes_on:
             return self._with_own_names(own, arguments, named)
@@ -334,8 +331,15 @@ class Placement:
         if self._kept == _MOST_KEPT and self.is_on:
             self._end("the program keeps its batches")
 
-    def _make_resizable(self, storage: Any) -> None:
-        """Move a storage that was placed to memory of torch's own, before torch resizes it."""
+    def _make_resizable(self, storage: Any = None, *_: Any) -> None:
+        """Move what was placed to memory of torch's own, before torch resizes it.
+
+        Not once that has failed: a tensor then has its new shape without the memory for it.
+        """
+        if type(storage) is torch.Tensor and storage.is_cpu and storage.layout is torch.strided:
+            storage = storage.untyped_storage()
+        if type(storage) is not torch.UntypedStorage or storage.device.type != "cpu":
+            return
         if self._allocator.holds(storage.data_ptr()) and not storage.resizable():
             # The former memory stays: an ndarray over it may be left.
             self._moved.append(torch_private.move_to_private_memory(storage))

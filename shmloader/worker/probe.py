@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.wire.records import pack_batch_times
 
 _BLOCK_NS = 20_000  # samples that are quicker are timed in blocks of about so many nanoseconds
@@ -37,12 +38,8 @@ class BatchProbe:
         self._slowest = 0, 0, 0  # nanoseconds, place in the index batch, number of samples
         self._usual_ns, self._block = 1, 1  # of the others; so many samples are timed together
         self._spare_ns = 0  # to be spent on timing quick samples one by one
-        self._schedstat_fd = -1
+        self._schedstat: OwnDescriptor | None = None
         self._schedule_ns = 0, 0
-
-    def __del__(self) -> None:
-        if self._schedstat_fd >= 0:
-            os.close(self._schedstat_fd)
 
     def around_fetch(self, fetch: _Fetch) -> _Fetch:
         """A function like ``fetch(dataset, indices)`` in blocks, which notes the slowest samples."""
@@ -150,8 +147,9 @@ class BatchProbe:
         """Processor time of this thread since the last call, and time that it was ready without a core."""
         before, self._schedule_ns = self._schedule_ns, (time.thread_time_ns(), 0)
         with contextlib.suppress(OSError, ValueError):  # Linux tells more
-            if self._schedstat_fd < 0:  # in the worker itself, whose thread it is
-                self._schedstat_fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-            cpu, delay, _ = os.pread(self._schedstat_fd, 64, 0).split()
+            if self._schedstat is None:  # in the worker itself, whose thread it is
+                fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                self._schedstat = OwnDescriptor(fd)
+            cpu, delay, _ = os.pread(self._schedstat.fd, 64, 0).split()
             self._schedule_ns = int(cpu), int(delay)
         return self._schedule_ns[0] - before[0], self._schedule_ns[1] - before[1]

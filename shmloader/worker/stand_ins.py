@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from shmloader.worker.placed_calls import CALLS, PlacedCall, own_call
 
 
@@ -82,15 +80,12 @@ class Replacement(StandIn):
         return value is self._own
 
 
-class Resize(StandIn):
-    """Stands for a call that resizes: what was placed is moved first.
+class Before(StandIn):
+    """Stands for a call before which something is done: ``act`` gets the call's arguments."""
 
-    Not once the call has failed: a tensor then has its new shape without the memory for it.
-    """
-
-    def __init__(self, move: Callable[[Any], None], owner: Any, name: str) -> None:
+    def __init__(self, act: Callable[..., None], owner: Any, name: str) -> None:
         super().__init__(owner, name)
-        self._move = move
+        self._act = act
         self._stays = False
 
     def stay(self) -> None:
@@ -106,23 +101,7 @@ class Resize(StandIn):
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, resized: Any, *arguments: Any, **named: Any) -> Any:
-        """Move the storage, and resize."""
-        if type(resized) is torch.UntypedStorage and resized.device.type == "cpu":
-            self._move(resized)
-        elif type(resized) is torch.Tensor and resized.is_cpu and resized.layout is torch.strided:
-            self._move(resized.untyped_storage())
-        return self._own(resized, *arguments, **named)
-
-
-class Compile(StandIn):
-    """Stands for ``torch.jit.script``, and ``torch.compile``, whose first call imports the compiler."""
-
-    def __init__(self, before: Callable[[], None], owner: Any, name: str) -> None:
-        super().__init__(owner, name)
-        self._before_call = before
-
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Make the call, when the compiler can find torch's own names."""
-        self._before_call()
+        """Do what is to be done, and make the call."""
+        self._act(*arguments)
         return self._own(*arguments, **named)

@@ -152,8 +152,8 @@ class PartsFetcher(Fetcher):
     """Fetches from a worker's parts of a stream: one or, in a resumed epoch, any number."""
 
     def __init__(self, dataset: Any, rules: FetchRules, worker_id: int, num_workers: int) -> None:
-        super().__init__()
-        self._dataset, self._rules = dataset, rules
+        super().__init__(rules)
+        self._dataset = dataset
         self._worker_id, self._num_workers = worker_id, num_workers
         self._all_parts = rules.stream.parts(num_workers)
         parts = range(worker_id, self._all_parts, num_workers)
@@ -220,10 +220,8 @@ class _StreamFetcher(Fetcher):
     """Fetches from one part of a stream; counts as `Cursor` does."""
 
     def __init__(self, stream: Stream, rules: FetchRules, cursor: Cursor) -> None:
-        super().__init__()
-        self.stream, self._rules = stream, rules
-        probe = rules.probe
-        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
+        super().__init__(rules)
+        self.stream = stream
         self.drawn, self.raised, self.ended = cursor.drawn, cursor.raised, False
 
     def _behind(self) -> int:

@@ -44,10 +44,6 @@ class BaseWorkers(ABC):
     def close(self, because: str = ..., grace_s: float = ...) -> None:
         """Stop all workers, which may take ``grace_s`` to finish their present sample. Only once."""
 
-    @abstractmethod
-    def fileno(self) -> int:
-        """A descriptor that is readable once `ready` finds more than it did last, and after `close`."""
-
     def close_for(self, because: str) -> None:
         """Give the reason for a `close` that is about to come, unless there is one."""
         self.closed_because = self.closed_because or because

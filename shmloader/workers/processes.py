@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import time
@@ -126,10 +127,8 @@ class ProcessWorker:
 
     def terminate(self) -> None:
         """End the process at once, by SIGTERM where that does it."""
-        if self._ends_on_sigterm:
-            self.process.terminate()
-        else:
-            self.process.kill()
+        end = self.process.terminate if self._ends_on_sigterm else self.process.kill
+        end()
 
     def release(self) -> None:
         """Close this side's descriptors; the process has ended."""
@@ -329,10 +328,8 @@ class ProcessWorkers(BaseWorkers):
         """The error for a dead process that held these index batches; it may have ``memory`` figures."""
         dead = self.workers[worker_id]
         pids = {"this one": os.getpid()} | {f"worker {one.worker_id}": one.pid for one in self.workers}
-
-        def explain() -> str:
-            return explain_kill(self._oom_kills, self._make_arguments(0).dataset, pids, memory)
-
+        dataset = self._make_arguments(0).dataset
+        explain = functools.partial(explain_kill, self._oom_kills, dataset, pids, memory)
         return error_of(dead, indices, why, explain, self._stacks)
 
     def close(self, because: str = "its workers were stopped", grace_s: float = _STOP_S) -> None:

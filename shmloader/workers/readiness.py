@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 from collections.abc import Iterable
 from typing import Any
+
+from shmloader.memory.segment import OwnDescriptor
 
 
 class Readiness:
@@ -14,20 +17,12 @@ class Readiness:
     It needs no thread. It is closed when the object dies, not with the workers: an event loop may be waiting.
     """
 
-    _end_fd = -1  # an eventfd, readable for good once the workers are closed
-
     def __init__(self) -> None:
         self._epoll = select.epoll()  # closes itself when it dies
         self.fd: int = self._epoll.fileno()
         self._watched: dict[int, int] = {}  # events, by descriptor
-        self._end_fd = os.eventfd(0)
-        self._epoll.register(self._end_fd, select.EPOLLIN)
-
-    def __del__(self, close: Any = os.close) -> None:
-        # A finalizer would run at the interpreter's end before the workers are stopped, which calls `set`.
-        fd, self._end_fd = self._end_fd, -1
-        if fd >= 0:
-            close(fd)
+        self._end = OwnDescriptor(os.eventfd(0))  # readable for good once the workers are closed
+        self._epoll.register(self._end.fd, select.EPOLLIN)
 
     def follow(self, workers: Iterable[Any]) -> None:
         """Watch these worker processes alone; call it before a descriptor of one of the others is closed.
@@ -39,12 +34,15 @@ class Readiness:
             wanted[worker.answers_fd] = wanted[worker.death_fd] = select.EPOLLIN
             if not worker.flush():
                 wanted[worker.requests_fd] = select.EPOLLOUT
+        # It may be done already: an interrupt, which ends the iterator, may have come before the last line.
         for fd in self._watched.keys() - wanted.keys():
-            self._epoll.unregister(fd)
+            with contextlib.suppress(FileNotFoundError):
+                self._epoll.unregister(fd)
         for fd in wanted.keys() - self._watched.keys():
-            self._epoll.register(fd, wanted[fd])
+            with contextlib.suppress(FileExistsError):
+                self._epoll.register(fd, wanted[fd])
         self._watched = wanted
 
     def set(self) -> None:
         """Make it readable for good."""
-        os.eventfd_write(self._end_fd, 1)
+        os.eventfd_write(self._end.fd, 1)

@@ -229,7 +229,6 @@ def _run(arguments: Any, link: ThreadLink) -> None:
 
 
 def _join(threads: list[threading.Thread], grace_s: float, interrupts: HeldInterrupts | None = None) -> None:
-    """Wait for threads to end."""
     deadline = time.monotonic() + grace_s
     for thread in threads:
         while thread is not threading.current_thread() and thread.is_alive():

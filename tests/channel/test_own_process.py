@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -137,6 +138,19 @@ def test_a_killed_process_is_named() -> None:
     next(items), next(items)
     with pytest.raises(PeerDied, match="was killed by signal 9"):
         next(items)
+
+
+def test_a_process_that_ends_before_its_first_item_is_named_where_the_program_has_threads() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        with pytest.raises(PeerDied, match=r"was killed by signal 9 .* before its first item") as raised:
+            next(iter(OwnProcess(Numbers(10, dies_at=0))))
+        assert raised.value.exit_code == -signal.SIGKILL
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_leaving_early_ends_the_process() -> None:

@@ -484,3 +484,10 @@ def test_nothing_is_imported_before_it_is_used() -> None:
         assert "shmloader.channel.queue" in sys.modules
         """
     )
+
+
+def test_a_size_may_be_a_number_of_numpys() -> None:
+    one = Queue(2)
+    assert one.new_empty(np.int64(3)).shape == (3,)
+    assert one.new_empty((np.int64(2), 3)).shape == (2, 3)
+    one.close()

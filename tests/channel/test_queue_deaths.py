@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from interrupted_lines import interrupted_at
 from queue_processes import die, get_and_die, get_for_ever, item, put_and_die, put_for_ever, same
 from robustness.processes import LONG, python
 
@@ -372,7 +373,7 @@ def test_an_end_that_was_cut_short_leaves_no_descriptor(monkeypatch: pytest.Monk
     process = start("fork", put_for_ever, one, 0)
     for _ in range(10):  # it has slept meanwhile, and watches the other process
         one.get(timeout=60)
-    assert one._ends[Consumer]._death_fd >= 0
+    assert one._ends[Consumer]._death.fd >= 0
     with monkeypatch.context() as patch:
         for name in ("_take_slot", "_take_inline"):
             patch.setattr(Consumer, name, raises(KeyboardInterrupt))
@@ -402,3 +403,26 @@ def test_a_call_in_a_signal_handler_while_the_queue_sleeps_works() -> None:
         signal.signal(signal.SIGALRM, before)
     one.close()
     assert os.getpid()
+
+
+def put_one(one: Queue) -> None:
+    one.put(1)
+    signal.pause()
+
+
+def test_an_interrupt_while_the_other_end_is_found_hides_no_death() -> None:
+    for line in range(30):
+        one = Queue(2)
+        process = start("fork", put_one, one)
+        while not one.qsize():
+            time.sleep(0.01)
+        was_cut = interrupted_at(line, one._end(Consumer)._find_peer)
+        end(process)
+        assert one.get() == 1
+        with pytest.raises(PeerDied):
+            one.get(timeout=3)
+        one.close()
+        if not was_cut:
+            assert line > 3
+            return
+    raise AssertionError("it never ends")

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import shmloader
+from shmloader.monitor import inside
 from shmloader.monitor.inside import Report, listen
 
 FORK = multiprocessing.get_context("fork")
@@ -98,6 +99,18 @@ def test_an_iterator_ends_when_the_program_drops_it(reports: list[Report]) -> No
     finally:
         gc.enable()
     assert reports
+
+
+def test_nothing_is_remembered_of_loaders_that_have_ended(reports: list[Report]) -> None:
+    gc.collect()
+    before = len(inside._seen)
+    loaders = [TorchLoader([1, 2]) for _ in range(20)]
+    for loader in loaders:
+        list(loader)
+    assert len(inside._seen) == before + 20 == before + len(reports)
+    del loader, loaders
+    gc.collect()
+    assert len(inside._seen) <= before
 
 
 def test_a_store_is_no_owner(reports: list[Report]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,26 @@ def grown(*private: int, every_s: float = 10.0) -> tuple[Monitor, Reading]:
         both = (process(50 * MB), process(nbytes, pid=8, parent=7))
         monitor.add(Reading(number * every_s, both, {"slots": 4 * MB}, ROOM))
     return monitor, monitor.readings[-1]
+
+
+def test_a_file_that_is_removed_meanwhile_hides_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, kept = (Path("/dev/shm", f"shmloader-test-{os.getpid()}-{name}") for name in ("gone", "kept"))
+    scandir = os.scandir
+
+    @contextlib.contextmanager
+    def removing(folder: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(folder) as entries:
+            found = sorted(entries, key=lambda entry: entry.name != gone.name)
+        gone.unlink()
+        yield iter(found)
+
+    gone.touch()
+    kept.write_bytes(bytes(8 * MB))
+    try:
+        monkeypatch.setattr(os, "scandir", removing)
+        assert shared_nbytes([os.getpid()])["in /dev/shm, mapped by none of these"] >= 8 * MB
+    finally:
+        kept.unlink()
 
 
 def test_growth_is_that_of_the_last_minute() -> None:

@@ -201,12 +201,12 @@ class World:
         elif request.kind == records.LEAVE:
             self.roster.leave(reader)
         elif not self.roster.ask_next(reader, request.value):
-            raise Broken(f"reader {who} asks for {request.value} after {reader.asked}")
+            raise Broken(f"reader {who} asks for {request.value} of {self.roster.made}")
 
     def _serve(self) -> None:
         roster = self.roster
         if roster.epoch_is_due():
-            readers = roster.waiting()
+            readers = list(roster.waiting)
             roster.begin_epoch()
             for reader in readers:
                 self._client(reader).came.append((EPOCH, roster.epoch, 0))
@@ -266,8 +266,8 @@ class World:
         """What tells states apart; numbers that only grow are taken relative to each other."""
         roster, base = self.roster, self.made
         readers = [
-            (r in roster.active, r.waits, r.epoch >= 0, roster.made - r.asked, self.members.index(r))
-            for r in roster
+            (roster.made - roster.active.get(r, 0), r in roster.waiting, epoch >= 0, self.members.index(r))
+            for r, epoch in roster.epochs.items()
         ]
         clients = []
         for client in self.clients:
@@ -373,7 +373,7 @@ class BeginsForOne(Roster[Reader]):
     """An epoch begins while a reader is in the last one."""
 
     def epoch_is_due(self) -> bool:
-        return any(reader.waits for reader in self) and len(self) > 0
+        return bool(self.waiting)
 
 
 class WaitsForTheDead(Roster[Reader]):

@@ -1,0 +1,51 @@
+"""The descriptor that stands for all workers of a loader, after an interrupt of what follows them."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from interrupted_lines import interrupted_at
+
+from shmloader.workers.readiness import Readiness
+
+
+class Worker(SimpleNamespace):
+    """The descriptors of one, whose pipe of requests is full or not."""
+
+    def flush(self) -> bool:
+        return not self.is_full
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    pipes = [os.pipe() for _ in range(3)]
+    (requests, death, answers) = (pipes[0][1], pipes[1][0], pipes[2][0])
+    yield Worker(requests_fd=requests, death_fd=death, answers_fd=answers, is_full=True)
+    for fd in sum(pipes, ()):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("is_full", [True, False], ids=["begins", "leaves"])
+def test_an_interrupt_at_any_line_keeps_nothing_from_following_later(worker: Worker, is_full: bool) -> None:
+    for line in range(100):
+        readiness = Readiness()
+        if not is_full:
+            worker.is_full = True
+            readiness.follow([worker])
+            worker.is_full = False
+        was_cut = interrupted_at(line, readiness.follow, [worker])
+        readiness.follow([worker])
+        readiness.follow([])
+        poller = select.poll()
+        poller.register(readiness.fd, select.POLLIN)
+        assert poller.poll(0) == []
+        readiness.set()
+        assert poller.poll(0)
+        if not was_cut:
+            assert line > 5
+            return
+    raise AssertionError("it never ends")
