@@ -70,11 +70,11 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        return union_of(values, [value.dtype for value in values], cls._of_dtype)
+        return union_of(values, [_dtype_of_scalar(value) for value in values], cls._of_dtype)
 
     @classmethod
     def _of_dtype(cls, dtype: Any, values: list[Any]) -> Any:
-        if not is_plain(dtype):
+        if dtype is None or not is_plain(dtype):
             return Pickles.write(values)
         kind = pa.from_numpy_dtype(dtype) if _is_native(dtype) else pa.binary(dtype.itemsize)
         return cls.around(buffers.numbers_to_arrow(np.array(values, dtype), kind), dtype=dtype.str)
@@ -89,6 +89,12 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         flat = self.items(column)
         return Block(flat, ArrayKind(flat.dtype, 0), list) if flat.dtype.kind in NUMBERS else None
+
+
+def _dtype_of_scalar(value: Any) -> Any:
+    """The dtype that has a NumPy scalar as it is; None for texts that end with zeros, which arrays drop."""
+    drops = isinstance(value, str | bytes) and value[-1:] in ("\0", b"\0")
+    return None if drops else value.dtype
 
 
 class Arrays(PythonType, name="ndarray"):

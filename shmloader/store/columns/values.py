@@ -252,6 +252,11 @@ class Uuids(PythonType, name="uuid", over=FixedOctets):
 
     @classmethod
     def write(cls, values: list[uuid.UUID], encoder: Any, depth: int) -> Any:
+        def is_plain(value: uuid.UUID) -> bool:
+            return value.is_safe is uuid.SafeUUID.unknown
+
+        if not all(map(is_plain, values)):
+            raise UnfitError(is_plain)
         return cls.around(fixed_to_arrow([value.bytes for value in values], 16))
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
@@ -314,9 +319,14 @@ class Pickles(PythonType, name="pickle", over=Octets):
 
 
 class _ObjectPickler(pickle.Pickler):
-    """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along."""
+    """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along.
+
+    NumPy's own way with its texts drops zeros at their end.
+    """
 
     def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.str_ or type(value) is np.bytes_:
+            return type(value), (value[:],)
         if type(value) is not torch.Tensor or value.requires_grad:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
