@@ -21,7 +21,6 @@ from shmloader.store.columns.kind import (
     COLUMN,
     Origin,
     Reader,
-    Views,
     dictionary_outside,
     find_types,
     reader_of,
@@ -187,7 +186,7 @@ class Column:
     chunks: Chunks
     path: Path = ()
     copy: bool = False
-    views: Views | None = None
+    views: Any = None
 
     def __post_init__(self) -> None:
         self.starts = self.chunks.starts

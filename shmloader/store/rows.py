@@ -15,7 +15,7 @@ from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
-from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, Views, block_of, find_types
+from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, block_of, find_types
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -24,17 +24,21 @@ from shmloader.store.views import DictView, ListView, Pairs
 
 
 class RowViews(NamedTuple):
-    """Makes views of large containers in rows: over a store of all items, made with the first one."""
+    """Makes views of large containers in rows: over a store of all items, made with the first one.
+
+    Attributes:
+        heaviest_dict: The weight of the heaviest dict that is built.
+    """
 
     heaviest_dict: int
 
     def of_lists(self, items: Any, origin: Origin) -> MakeView:
-        """See `Views.of_lists`."""
+        """Views of lists, over the items of all."""
         store = functools.cache(functools.partial(_store_of_items, items, origin, self))
         return lambda begin, end: ListView(store(), _part(begin, end, len(items)))
 
     def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
-        """See `Views.of_dicts`."""
+        """Views of dicts, over the structs of a key and a value of all."""
         views = RowViews(_HEAVIEST_INNER_DICT)
         made = functools.cache(lambda: Pairs(_store_of_items(pairs, origin, views)))
         return lambda begin, end: DictView(made(), _part(begin, end, len(pairs)))
@@ -70,9 +74,7 @@ class RowStore(Store):
     instead.
     """
 
-    def __init__(
-        self, chunks: Chunks, path: Path = (), copy: bool = False, views: Views | None = VIEWS
-    ) -> None:
+    def __init__(self, chunks: Chunks, path: Path = (), copy: bool = False, views: Any = VIEWS) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
         self._column = Column(chunks, path, copy, views)
@@ -212,7 +214,7 @@ class RowStore(Store):
             except DAMAGES as error:
                 self._raise(error)
         block = self._blocks[chunk]
-        if block is None:
+        if block is None or block.bit is not None:
             return None
         first = self._starts[chunk]
         return block.items[begin - first : end - first], block.kind

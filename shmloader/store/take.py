@@ -23,7 +23,7 @@ from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import NUMBERS
 from shmloader.store.columns.buffers import bits_of
 from shmloader.store.columns.classes import is_plain_namedtuple
-from shmloader.store.columns.kind import Block, kind_of, storage_of
+from shmloader.store.columns.kind import Block, block_of, storage_of
 from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
 from shmloader.store.columns.values import KIND_OF_SCALAR
 from shmloader.store.ranges import RangeFinder, Rows
@@ -277,22 +277,18 @@ def _address(array: Array) -> int:
 
 def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
     """The pieces of a column; None if its rows are not all of one kind, or not numbers and arrays."""
-    blocks, valid = {}, {}
+    blocks, valid, alike = {}, {}, set()
     for number, column in enumerate(columns):
-        memory, kind = chunks.memories[number], kind_of(column.type)
-        if pa.types.is_dictionary(storage_of(column).type):
-            return None
-        kind.check(column)
-        block = kind.block(column, memory)
+        memory = chunks.memories[number]
+        block = block_of(column, memory, nulls=False)
         if block is None:
             return None
         blocks[number] = block
-        (first, *_), storage = blocks.values(), storage_of(column)
-        alike = (block.kind, block.items.shape[1:], block.bit is None, block.stacks)
+        storage = storage_of(column)
+        alike.add((block.kind, block.items.shape[1:], block.bit is None, block.stacks))
         rows = len(column) if block.bit is None else -(-(block.bit + len(column)) // 8)
         is_inside = block.items.nbytes and memory.holds(_address(block.items), block.items.nbytes)
-        is_first = alike == (first.kind, first.items.shape[1:], first.bit is None, first.stacks)
-        if not is_first or len(block.items) != rows or not is_inside:
+        if len(alike) > 1 or len(block.items) != rows or not is_inside:
             return None
         if storage.null_count:
             bits, bit = bits_of(storage, 0), storage.offset & 7

@@ -165,7 +165,7 @@ def with_nulls(column: Any, filled: Array) -> Any:
         )
     places = numbers_to_arrow(np.maximum(np.cumsum(filled) - 1, 0), missing=~filled)
     taken = storage_of(column).take(places)
-    return kind.wrap(taken) if isinstance(kind, PythonType) else taken
+    return kind.wrap_array(taken) if isinstance(kind, PythonType) else taken
 
 
 def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:

@@ -16,7 +16,7 @@ import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -50,23 +50,6 @@ MOST_BUILT = 1 << 15
 """The weight of the heaviest container inside a row that a read builds: about 0.2 ms."""
 
 
-class Views(Protocol):
-    """Views of large containers inside rows, for columns of these.
-
-    Attributes:
-        heaviest_dict: The weight of the heaviest dict that is built.
-    """
-
-    @property
-    def heaviest_dict(self) -> int: ...
-
-    def of_lists(self, items: Any, origin: Origin) -> MakeView:
-        """Views of lists, over the items of all."""
-
-    def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
-        """Views of dicts, over the structs of a key and a value of all."""
-
-
 @dataclass(frozen=True)
 class Origin:
     """The source of a column's values, and the way to read them.
@@ -78,7 +61,7 @@ class Origin:
         copy: Whether arrays and tensors are private copies, which may be changed.
         pickles: Whether pickled values may be read.
         source: The file; empty for data of this program.
-        views: Makes views of large containers inside of rows; None to build all of them.
+        views: Makes views of large containers inside of rows, a `RowViews`; None to build all of them.
     """
 
     memory: SharedBuffer | None = None
@@ -87,7 +70,7 @@ class Origin:
     copy: bool = False
     pickles: bool = True
     source: str = ""
-    views: Views | None = None
+    views: Any = None
 
     def octets(self, buffer: Any) -> tuple[Any, int]:
         """Memory whose slices are bytes, and the place where those of a buffer begin there.
@@ -207,7 +190,7 @@ class Kind:
         return parts
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
-        """The column as one array; None if its values have not all one shape and dtype."""
+        """The column as one array, null rows too; None if its values have not all one shape and dtype."""
         return None
 
     def weights(self, column: Any) -> Weights:
@@ -291,11 +274,7 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     @classmethod
     def around(cls, storage: Any, **parameters: Any) -> Any:
         """An array of this kind, over an array of its storage."""
-        return cls(storage.type, **parameters).wrap(storage)
-
-    def wrap(self, storage: Any) -> Any:
-        """An array of this type, over an array of its storage."""
-        return pa.ExtensionArray.from_storage(self, storage)
+        return cls(storage.type, **parameters).wrap_array(storage)
 
     def rewrap(self, storage: Any) -> Any:
         """An array of a type with these parameters, over any storage."""
@@ -362,21 +341,23 @@ def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
 
 def items_of(column: Any, *, nulls: bool = True) -> Any:
     """See `Kind.items`; None also where rows are null, if these will be read."""
-    kind = kind_of(column.type)
-    if (nulls and storage_of(column).null_count) or pa.types.is_dictionary(storage_of(column).type):
-        return None
-    kind.check(column)
-    return kind.items(column)
+    kind = _kind_if_plain(column, nulls=nulls)
+    return kind and kind.items(column)
 
 
-def block_of(column: Any, memory: SharedBuffer | None) -> Block | None:
-    """The column as one array without nulls; None if its values are not all such items."""
-    if storage_of(column).null_count or pa.types.is_dictionary(storage_of(column).type):
+def block_of(column: Any, memory: SharedBuffer | None, *, nulls: bool = True) -> Block | None:
+    """See `Kind.block`; None also where rows are null, if that matters."""
+    kind = _kind_if_plain(column, nulls=nulls)
+    return kind and kind.block(column, memory)
+
+
+def _kind_if_plain(column: Any, *, nulls: bool) -> Kind | None:
+    """The kind of a column, which was checked; None if it has a dictionary, or nulls that matter."""
+    storage, kind = storage_of(column), kind_of(column.type)
+    if (nulls and storage.null_count) or pa.types.is_dictionary(storage.type):
         return None
-    kind = kind_of(column.type)
     kind.check(column)
-    block = kind.block(column, memory)
-    return None if block is None or block.bit is not None else block
+    return kind
 
 
 def weights_of(column: Any) -> Weights:
