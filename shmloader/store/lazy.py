@@ -74,14 +74,9 @@ class _Span(SharedBuffer):
     def __init__(self, batches: list[Any]) -> None:
         buffers = [one for batch in batches for column in batch.columns for one in column.buffers() if one]
         places = [(one.address, one.address + one.size) for one in buffers if one.size] or [(0, 0)]
-        self.batches = batches
+        self.batches, self.mapping = batches, None
         self.address, end = min(places)[0], max(end for _, end in places)
         self.nbytes = end - self.address
-
-    @property
-    def mapping(self) -> Any:  # type: ignore[override]
-        """The mapping; made when asked for, since a view keeps this object. See `SharedBuffer`."""
-        return self.view
 
 
 @dataclass(frozen=True, eq=False)

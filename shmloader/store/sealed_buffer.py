@@ -71,7 +71,7 @@ class SharedBuffer:
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
             It may begin before ``address`` and end behind ``nbytes``, where nothing can be read; it does not
-            keep the descriptor.
+            keep the descriptor. None for memory that is none.
         address: Where it is mapped here.
     """
 
@@ -89,6 +89,7 @@ class SharedBuffer:
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
         flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        self.mapping: mmap.mmap | None
         self.mapping, self.address = map_file(max(nbytes, 1), flags, fd, protection=protection)
         _buffers[self.address] = self
 

@@ -171,11 +171,8 @@ class Arrays(PythonType, name="ndarray"):
 
     def describe(self, kind: Any) -> str:
         said = self.parameters
-        return (
-            f"tensor {said['tensor']} {said.get('shape', '')}".strip()
-            if "tensor" in said
-            else super().describe(kind)
-        )
+        of_tensors = f"tensor {said.get('tensor')} {said.get('shape', '')}".strip()
+        return of_tensors if "tensor" in said else super().describe(kind)
 
     def _array_kind(self) -> ArrayKind:
         """The kind of the arrays; ValueError where the type contradicts itself."""
@@ -214,10 +211,8 @@ class Arrays(PythonType, name="ndarray"):
             read = self._without_dimensions(block.items)
         else:
             read = block.items.__getitem__
-        if origin.copy and wrap:
-            return lambda i: wrap_array(read(i).copy(), kind)
         if origin.copy:
-            return lambda i: read(i).copy()
+            return lambda i: wrap_array(read(i).copy(), kind)
         if wrap and DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native:  # type: ignore[index]
             return lambda i: torch.from_numpy(read(i))
         return (lambda i: wrap_array(read(i), kind)) if wrap else read

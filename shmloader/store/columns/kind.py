@@ -42,7 +42,6 @@ Reader = Callable[[int], Any]
 United = Callable[[list[Any]], list[Any]]
 """Gives arrays of any types as arrays of one type."""
 
-
 MakeView = Callable[[int, int], Any]
 """Makes the view of a large container whose items are those from one place on, up to another."""
 
@@ -77,12 +76,12 @@ class Origin:
 
         An mmap's slices are made quicker than those of a memoryview.
         """
-        memory: Any = memoryview(b"" if buffer is None else buffer)
-        begin = 0
-        if buffer and self.memory is not None and self.memory.holds(buffer.address):
-            memory = self.memory.mapping
-            begin = buffer.address - address_of(self.memory.mapping)
-        return (_SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory), begin
+        mapping = (
+            self.memory.mapping if buffer and self.memory and self.memory.holds(buffer.address) else None
+        )
+        if mapping is None:
+            return _SlicesAsBytes(memoryview(buffer or b"")), 0
+        return mapping, buffer.address - address_of(mapping)
 
 
 class _SlicesAsBytes:
@@ -298,7 +297,8 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return types[self.parameters.get("kind", self.takes[0].__name__)]
 
     def form(self, kind: Any) -> Hashable:
-        return self.NAME, json.dumps(self.parameters, sort_keys=True), form_of_type(self.storage_type)
+        storage = self.storage_type
+        return self.NAME, json.dumps(self.parameters, sort_keys=True), kind_of(storage).form(storage)
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         return [self.rewrap(storage) for storage in united([part.storage for part in parts])]
@@ -376,11 +376,6 @@ def weights_at(weights: Weights, places: Array) -> Weights:
 def storage_of(column: Any) -> Any:
     """The values that a column of a Python type is kept as; any other column itself."""
     return column.storage if isinstance(column.type, pa.ExtensionType) else column
-
-
-def form_of_type(kind: Any) -> Hashable:
-    """The form of a type: the values of types of one form fit into one type that is no union."""
-    return kind_of(kind).form(kind)
 
 
 def type_name(kind: Any) -> str:
