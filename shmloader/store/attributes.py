@@ -92,7 +92,7 @@ def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
             "something outside of the dataset refers to it too. Give the dataset one of its own: "
             "shmloader.share(...) makes a shared copy"
         )
-        graph.leave(node, objects.estimate_nbytes(node.value), why)
+        graph.leave(node, why)
     return can
 
 
@@ -111,7 +111,7 @@ def _write_if_possible(node: Node, writer: MemoryWriter, graph: Graph, copy: boo
             raise
         # As text: a warning that is kept must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
-        graph.leave(node, objects.estimate_nbytes(node.value), _blame(node.value, said))
+        graph.leave(node, _blame(node.value, said))
     writer.rewind(begin)
     return None
 
@@ -184,7 +184,7 @@ def share_for_loader(dataset: Any) -> Any:
     graph = Graph(dataset)
     if not graph.left:
         why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
-        graph.leave(graph.nodes[id(dataset)], objects.estimate_nbytes(dataset), why)
+        graph.leave(graph.nodes[id(dataset)], why)
     _report(graph, {})
     return dataset
 
@@ -218,13 +218,10 @@ def _write(node: Node, writer: MemoryWriter, copy: bool) -> Make:
         return _write_array(value, writer)
     if node.plan == "rows":
         return _write_rows(value, writer, copy)
-    # Objects of other libraries keep their classes.
-    if is_arrow(value):
-        return _write_in_place(value, writer)
-    if is_pandas_part(value):
+    if is_pandas_part(value):  # objects of other libraries keep their classes
         return _write_pandas(value, writer)
-    make = _write_in_place(value.table, writer)
-    return lambda buffer: sys.modules["datasets.table"].InMemoryTable(make(buffer))
+    make = _write_in_place(value if is_arrow(value) else value.table, writer)
+    return make if is_arrow(value) else lambda it: sys.modules["datasets.table"].InMemoryTable(make(it))
 
 
 def _write_array(value: Any, writer: MemoryWriter) -> Make:
@@ -363,11 +360,7 @@ def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:
 
 def _reduce_arrow_backed(array: Any, _: MappedFiles | None) -> Any:
     """The pickle of a pandas array over Arrow's, without the copy that pandas makes first."""
-    return _arrow_backed, (array.dtype, array.__arrow_array__())
-
-
-def _arrow_backed(dtype: Any, data: Any) -> Any:
-    return dtype.__from_arrow__(data)
+    return array.dtype.__from_arrow__, (array.__arrow_array__(),)
 
 
 def _with_texts_in_arrow(value: Any) -> Any:
@@ -388,11 +381,9 @@ def _with_texts_in_arrow(value: Any) -> Any:
             return series
         return series.astype(of_texts)
 
-    if isinstance(value, pd.Series):
-        return texts(value)
     if isinstance(value, pd.DataFrame):
         value = value.copy(deep=False)
         for number, kind in enumerate(value.dtypes):
             if getattr(kind, "hasobject", False):
                 value.isetitem(number, texts(value.iloc[:, number]))
-    return value
+    return texts(value) if isinstance(value, pd.Series) else value

@@ -159,43 +159,41 @@ class Graph:
     def _look_at_data(self, node: Node) -> None:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
-            nbytes = objects.estimate_nbytes(value)
-            if isinstance(value, np.ndarray) or value.layout is torch.strided:
-                nbytes = max(nbytes, value.nbytes)  # overlapping items are pickled one by one
-            self._look_at_array(node, nbytes)
+            self._look_at_array(node)
         elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
                 node.share_as("foreign")
         elif is_a(value, np.ndarray):
             if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
-                self.leave(node, objects.estimate_nbytes(value), _WHY_NOT)
+                self.leave(node, _WHY_NOT)
         elif type(value) is types.MappingProxyType or (
             static.base_of(value) is not None and all(map(objects.is_data, objects.some(value)))
         ):
-            self.leave(node, objects.estimate_nbytes(value), _WHY_NOT)
+            self.leave(node, _WHY_NOT)
         else:
-            self.leave(node, static.sizeof(value), _WHY_NOT)  # a text, bytes, an array.array
+            self.leave(node, _WHY_NOT, static.sizeof(value))  # a text, bytes, an array.array
 
-    def _look_at_array(self, node: Node, nbytes: int) -> None:
-        value = node.value
+    def _look_at_array(self, node: Node) -> None:
+        value, nbytes = node.value, objects.estimate_nbytes(node.value)
+        if isinstance(value, np.ndarray) or value.layout is torch.strided:
+            nbytes = max(nbytes, value.nbytes)  # overlapping items are pickled one by one
         if nbytes < objects.LEAST_NBYTES or is_shared(value, self._files):
             return
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
-            self.leave(node, nbytes, why)
+            self.leave(node, why, nbytes)
         elif isinstance(value, np.ndarray) or objects.is_shareable_tensor(value):
             node.share_as("array")
         elif value.device.type == "cpu":
             why = "only dense tensors that do not require grad can be shared: see Tensor.detach"
-            self.leave(node, nbytes, why)
+            self.leave(node, why, nbytes)
 
     def _open_container(self, node: Node) -> _Held:
         value = node.value
         if not all(map(objects.is_data, objects.some(value))):
             if static.length(value) <= objects.MOST_WALKED and objects.container_kind(value) is not set:
                 return objects.elements_of(value)
-            why = blame(value, objects.is_data, "which is more than data")
-            self.leave(node, objects.estimate_nbytes(value), why)
+            self.leave(node, blame(value, objects.is_data, "which is more than data"))
         elif objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
             if objects.is_few_large(value):
                 return objects.elements_of(value)
@@ -226,8 +224,9 @@ class Graph:
                 todo += held[key]
         return found
 
-    def leave(self, node: Node, nbytes: int, why: str) -> None:
-        """Note that a thing cannot be shared, if it is large."""
+    def leave(self, node: Node, why: str, nbytes: int | None = None) -> None:
+        """Note that a thing cannot be shared, if it is large: by these bytes, or else by an estimate."""
+        nbytes = objects.estimate_nbytes(node.value) if nbytes is None else nbytes
         if nbytes >= objects.LEAST_NBYTES:
             self.left.append((node, nbytes, why))
 

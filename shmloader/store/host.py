@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _Object = TypeVar("_Object")
 _Rows = Sequence[_Object] | Iterator[_Object]
 
-_PROTOCOL = 2
+_PROTOCOL = 3
 _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
 _RETRY_S = 0.005
 _MOST_WAIT_MS = (1 << 31) - 1  # that ``poll`` takes: 24 days
@@ -159,12 +159,8 @@ def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.s
     finally:
         listener.close()
     _hold(holder, buffers)
-    _log.info(
-        "share_on_host %r: built %s bytes in %.1f s",
-        name,
-        f"{_nbytes(buffers):,}",
-        time.monotonic() - began_s,
-    )
+    nbytes = sum(buffer.nbytes for buffer in buffers)
+    _log.info("share_on_host %r: built %s bytes in %.1f s", name, f"{nbytes:,}", time.monotonic() - began_s)
     return shared
 
 
@@ -283,7 +279,7 @@ def _receive(
     if not text:
         _log.info("share_on_host %r: process %d ended before it was done", name, pid)
         return None
-    _, kind, due = HEADER.unpack(text)
+    kind, due = HEADER.unpack(text)
     if flags & socket.MSG_CTRUNC:
         for fd in fds:
             os.close(fd)
@@ -318,7 +314,8 @@ def _take(answer: tuple[int, list[int], socket.socket], name: str, way: str) -> 
                 "arguments. All ranks have to build the same: give different objects different names"
             )
         _hold(connection, buffers)
-    _log.info("share_on_host %r: attached to %s bytes", name, f"{_nbytes(buffers):,}")
+    nbytes = sum(buffer.nbytes for buffer in buffers)
+    _log.info("share_on_host %r: attached to %s bytes", name, f"{nbytes:,}")
     return shared
 
 
@@ -344,10 +341,6 @@ def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
     for buffer in buffers:
         # The finalizer's arguments are what holds: nothing runs when it is called.
         weakref.finalize(buffer, lambda _: None, hold).atexit = False
-
-
-def _nbytes(buffers: Sequence[SharedBuffer]) -> int:
-    return sum(buffer.nbytes for buffer in buffers)
 
 
 def _buffer_of(data: bytes) -> SharedBuffer:

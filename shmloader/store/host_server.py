@@ -19,10 +19,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-HEADER = struct.Struct("<4sII")
-"""The text of an answer: `MAGIC`, the kind, and the number of descriptors that come with it."""
+HEADER = struct.Struct("<II")
+"""The text of an answer: the kind, and the number of descriptors that come with it."""
 
-MAGIC = b"shml"
 READY, FAILED = 1, 2  # the object; the exception that building it raised
 
 MOST_FDS = 250
@@ -47,7 +46,7 @@ def answer(connection: socket.socket, kind: int, fds: Sequence[int]) -> None:
     """
     while True:
         try:
-            socket.send_fds(connection, [HEADER.pack(MAGIC, kind, len(fds))], list(fds))
+            socket.send_fds(connection, [HEADER.pack(kind, len(fds))], list(fds))
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise

@@ -51,9 +51,21 @@ class MemoryWriter:
             containers: How many will be written; where there is one, nothing has to be remembered.
 
         Raises:
-            OSError: If the process may open no more descriptors.
+            OSError: If the process may open no more descriptors, with how many it has and what to do.
         """
-        self.out = new_builder()
+        try:
+            self.out = BufferBuilder()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            _, limit = open_files()
+            most = "an unknown number" if limit is None else f"{limit:,}"
+            raise OSError(
+                error.errno,
+                f"a store needs one descriptor, and this process has as many open as it may: {most}. Raise "
+                "the limit (ulimit -n), close what is not needed, or share what belongs together in one "
+                "call: all attributes of an object that shmloader.share(object) shares take one descriptor",
+            ) from error
         self._containers = containers
         self._earlier: dict[int, tuple[int, int]] = {}
         self._arrays: list[tuple[int, int, int]] = []  # addresses, and the place where they were written
@@ -93,10 +105,8 @@ class MemoryWriter:
         number = self._tables.index(table)
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
-            nbytes, classes = table.python_nbytes, table.encoder.classes
-            self._made[number] = chunks_in_memory(
-                buffer, table.places, nbytes, links, pickles, table.sources, classes
-            )
+            told = table.python_nbytes, links, pickles, table.sources, table.encoder.classes
+            self._made[number] = chunks_in_memory(buffer, table.places, *told)
         return self._made[number]
 
     def array(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make:
@@ -109,22 +119,21 @@ class MemoryWriter:
             return lambda _: value
         low, high = bounds_of(value)
         known = next((one for one in self._arrays if one[0] <= low and high <= one[1]), None)
+        make = tensor_over if isinstance(value, torch.Tensor) else array_over
         is_whole = value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous
-        if known is None and (is_whole or high - low < value.nbytes):
-            memory = (ctypes.c_ubyte * (high - low)).from_address(low)
-            known = low, high, self._append(memory)
-            self._arrays.append(known)
-            self._alive.append(value)
-        if known is not None:
-            return _view_of(value, low, high - low, known[2] + low - known[0])
-        compact: Any = value.contiguous() if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
-        low, high = bounds_of(compact)
-        offset = self._append((ctypes.c_ubyte * (high - low)).from_address(low))
-        return _view_of(compact, low, high - low, offset)
-
-    def _append(self, memory: Any) -> int:
-        self.out.reserve(self.out.nbytes + len(memory))  # before any page is touched
-        return self.out.append(memory)
+        is_dense = is_whole or high - low < value.nbytes
+        if known is None and not is_dense:
+            value = value.contiguous() if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
+            low, high = bounds_of(value)
+        nbytes = high - low
+        if known is None:
+            self.out.reserve(self.out.nbytes + nbytes)  # before any page is touched
+            known = low, high, self.out.append((ctypes.c_ubyte * nbytes).from_address(low))
+            if is_dense:  # else it is a copy, which ends with this call
+                self._arrays.append(known)
+                self._alive.append(value)
+        offset, layout = known[2] + low - known[0], layout_of(value, low)
+        return lambda buffer: make((buffer, offset, nbytes), *layout)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -152,12 +161,6 @@ class MemoryWriter:
         pa.default_memory_pool().release_unused()  # of the chunks while they were encoded: it may keep that
 
 
-def _view_of(value: Any, low: int, nbytes: int, offset: int) -> Make:
-    """The function that makes an array or tensor anew, whose lowest byte lies at a place of the buffer."""
-    make, layout = tensor_over if isinstance(value, torch.Tensor) else array_over, layout_of(value, low)
-    return lambda buffer: make((buffer, offset, nbytes), *layout)
-
-
 class Table:
     """The rows of one container, while they are written chunk by chunk.
 
@@ -170,15 +173,12 @@ class Table:
 
     def __init__(self, out: BufferBuilder, encoder: ColumnEncoder, *, streamed: bool = False) -> None:
         self.encoder = encoder
-        self.rows = 0
+        self.rows = self.nbytes = self.python_nbytes = 0
         self.places: list[tuple[int, ...]] = []
-        self.nbytes = 0
-        self.python_nbytes = 0
         self.links: set[int] = set()
         self.sources: list[str] = []
-        self._out = out
+        self._out, self._streamed = out, streamed
         self._written: list[tuple[bytes, int, int]] = []  # the head of each chunk, and the place of its body
-        self._streamed = streamed
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
         """The number of rows that the next chunk should have.
@@ -276,33 +276,11 @@ def _head_nbytes(begin: bytes) -> int:
     return end
 
 
-def new_builder() -> BufferBuilder:
-    """Empty shared memory.
-
-    Raises:
-        OSError: If the process may open no more descriptors, with how many it has and what to do.
-    """
-    try:
-        return BufferBuilder()
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        _, limit = open_files()
-        most = "an unknown number" if limit is None else f"{limit:,}"
-        raise OSError(
-            error.errno,
-            f"a store needs one descriptor, and this process has as many open as it may: {most}. Raise the "
-            "limit (ulimit -n), close what is not needed, or share what belongs together in one call: all "
-            "attributes of an object that shmloader.share(object) shares take one descriptor",
-        ) from error
-
-
 def write_rows(rows: Iterable[Any], writer: MemoryWriter) -> Table:
     """Write rows, or the items of a mapping, chunk by chunk. An iterator is never held as a whole."""
     expected = length_hint(rows)  # an iterator's len() may raise, as that of torch's loaders does
-    is_list = isinstance(rows, list | tuple)
     row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
-    table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
+    table = writer.table(streamed=not isinstance(rows, list | tuple | ItemsView))
     append = table.append_items if isinstance(rows, ItemsView) else table.append
     stream = iter(rows)
     # Nothing here refers to a chunk while the next one is made.
