@@ -169,14 +169,7 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
 
 
 def share_for_loader(dataset: Any) -> Any:
-    """Share the contents of a dataset in place, or the dataset itself if it is a plain container.
-
-    Returns:
-        The dataset; the shared one in place of a list, tuple, dict, array or tensor.
-
-    Raises:
-        SharedMemoryExhausted: If the host lacks the memory.
-    """
+    """Share the contents of a dataset in place; returns it, or the shared form of a plain container."""
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
     if is_plain or objects.is_open(dataset) or is_hugging_face(dataset):
         # A sequence or mapping with a class of its own may give other samples at each access.
@@ -225,11 +218,7 @@ def _write(node: Node, writer: MemoryWriter, copy: bool) -> Make:
 
 
 def _write_array(value: Any, writer: MemoryWriter) -> Make:
-    """Write an ndarray or a tensor.
-
-    Raises:
-        TypeError: If it is one small value, or a tensor that cannot be shared.
-    """
+    """Write an ndarray or a tensor; TypeError if it is one small value, or a tensor that cannot be shared."""
     if isinstance(value, torch.Tensor):
         resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
         if not objects.is_shareable_tensor(resolved) or not value.dim():

@@ -34,11 +34,7 @@ def add_checksums(file: BinaryIO) -> None:
 
 
 def check(path: str) -> bool:
-    """Read a whole file and compare it with its checksums; False if it has none.
-
-    Raises:
-        ValueError: If a block is not as it was written.
-    """
+    """Read a whole file and compare it with its checksums, or raise ValueError; False if it has none."""
     with Path(path).open("rb") as file:
         end = _begin_of_footer(file) - _RECORD.size
         if end < 0:

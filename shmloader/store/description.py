@@ -91,12 +91,7 @@ def listed(names: Iterable[str]) -> str:
 def describe_columns(
     columns: list[Any], type_of_link: Callable[[int], Any]
 ) -> tuple[str, tuple[FieldDescription, ...]]:
-    """The kind and the fields of rows.
-
-    Args:
-        columns: The rows of each chunk.
-        type_of_link: Gives the type of the values that a link leads to.
-    """
+    """The kind and the fields of rows, given those of each chunk; a link is described as what it leads to."""
     fields: dict[str, list[Any]] = {}
     for column in columns:
         for name, part in _parts_of(column):

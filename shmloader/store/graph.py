@@ -81,12 +81,7 @@ class Graph:
     """
 
     def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
-        """Walk through an object and all that it holds.
-
-        Args:
-            root: The object.
-            is_asked_for: Whether to share it whatever its size.
-        """
+        """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size."""
         self.left: list[tuple[Node, int, str]] = []
         self.stopped: Node | None = None
         self._files = MappedFiles()

@@ -104,11 +104,7 @@ class MappedItems(NamedTuple):
     mode: str
 
     def check(self, now: os.stat_result) -> None:
-        """Refuse a file that was replaced, or is too short: reading beyond its end is a bus error.
-
-        Raises:
-            LoaderError: If it is.
-        """
+        """Refuse a file that was replaced, or is too short: reading beyond its end is a bus error."""
         if not os.path.samestat(self.status, now):
             raise LoaderError(
                 f"the file {self.path!r}, which the dataset has as an np.memmap, was replaced by another one "
@@ -145,11 +141,7 @@ class MappedFiles:
         self._known: list[_Area] | None = None
 
     def items_at(self, low: int, high: int) -> MappedItems | None:
-        """The items in a file that lie at these addresses; None if none do.
-
-        Raises:
-            LoaderError: If the file has become too short for them.
-        """
+        """The items in a file that lie at these addresses; None if none do. The file must still have them."""
         areas = self._areas_at(low, high)
         path = areas[0].path if areas else ""
         # torch's own shared memory has names, too, while it lives.
@@ -237,11 +229,7 @@ def bounds_of(value: Any) -> tuple[int, int]:
 def _handle(
     value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES, *, is_writable: bool = False
 ) -> tuple[int, Any]:
-    """The lowest address of an array or tensor, and a handle of its memory.
-
-    Returns:
-        A buffer and an offset, or `MappedItems`; None if it is sent by its contents.
-    """
+    """The lowest address of an array or tensor, and a handle of its memory; None if its contents are sent."""
     low, high = bounds_of(value)
     buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
     if buffer is not None:
@@ -253,9 +241,7 @@ def _handle(
 def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     """The pickle of an array by handle; None if it is sent by its contents.
 
-    Args:
-        array: Any ndarray.
-        files: The mapped files, where the other process may open them by their paths.
+    The other process must be able to open the mapped ``files``, if there are any, by their paths.
     """
     if array.dtype.hasobject or not array.size:
         return None
@@ -317,11 +303,7 @@ def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[i
 
 
 class _Reducer:
-    """A reducer for objects of one type, which ``multiprocessing``'s pickler calls.
-
-    Attributes:
-        by_handle: Gives the pickle of an object by handle; None if it is pickled as usual.
-    """
+    """A reducer for objects of one type, which ``multiprocessing``'s pickler calls."""
 
     def __init__(self, kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) -> None:
         self.by_handle = by_handle
@@ -416,11 +398,9 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(value: Any) -> tuple[bytes, list[SharedBuffer]]:
-    """Pickle any object that may contain stores, for a process of this host.
+    """Pickle an object that may contain stores for a process of this host, without the shared memory.
 
-    Returns:
-        The pickle, without the shared memory, and the buffers that it refers to. They reach the other
-        process by their descriptors.
+    The buffers that the pickle refers to reach the other process by their descriptors.
     """
     file, buffers = io.BytesIO(), list[SharedBuffer]()
     _Packer(file, buffers).dump(value)

@@ -234,11 +234,9 @@ def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
 
 
 def _ask(address: str, name: str, deadline_s: float, timeout_s: float) -> tuple[int, list[int], Any] | None:
-    """Ask for the object and wait for it.
+    """Ask for the object and wait: the kind of answer, its descriptors and the connection to hold.
 
-    Returns:
-        The kind of answer, its descriptors and the connection to hold; None if the process at this name
-        ended, or has not begun to listen, so that the name has to be tried anew.
+    None if the process at this name ended, or has not begun to listen, so that the name has to be tried anew.
     """
     with contextlib.ExitStack() as unless_answered:
         connection = unless_answered.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))

@@ -51,13 +51,9 @@ def write_index(hashes: Numbers, writer: MemoryWriter) -> Callable[[Store, Share
 
 
 class KeyIndex:
-    """Finds the rows of keys by arrays in shared memory.
+    """Finds the rows of keys by arrays in shared memory: hashes, ascending, of 32 bits, and the row of each.
 
-    Args:
-        keys: The key of each row.
-        hashes: Of the keys, ascending, 32 bits.
-        rows: The row of each of these.
-        odd: Rows whose keys have no hash.
+    Keys of the ``odd`` rows have no hash.
     """
 
     def __init__(self, keys: Store, hashes: Numbers, rows: Numbers, odd: Numbers) -> None:
@@ -107,8 +103,7 @@ def index_of(keys: Store) -> KeyIndex:
 def factory_of(data: Mapping[Any, Any]) -> Callable[[], Any] | None:
     """A copy of the function that a mapping calls for keys that it lacks; None if those are a KeyError.
 
-    Raises:
-        TypeError: If a store could not do the same.
+    TypeError if a store could not do the same.
     """
     method = getattr(type(data), "__missing__", None)
     if method is None:

@@ -74,22 +74,13 @@ class MemoryWriter:
         self._made: dict[int, Chunks] = {}
 
     def table(self, *, streamed: bool = False) -> Table:
-        """Begin the rows of another container.
-
-        Args:
-            streamed: Whether the rows are not kept while they are appended.
-        """
+        """Begin the rows of another container; of one that is ``streamed`` no rows are kept meanwhile."""
         table = Table(self.out, ColumnEncoder(self._earlier), streamed=streamed)
         self._tables.append(table)
         return table
 
     def remember(self, rows: Sequence[Any], table: Table) -> None:
-        """Let later containers refer to rows of a list that was written as a table.
-
-        Args:
-            rows: The list; only what something else refers to as well is remembered.
-            table: Where it was written.
-        """
+        """Let later containers refer to rows of a list, as a table has them, if others refer to them too."""
         if self._containers < 2:
             return
         link = self._tables.index(table)
@@ -181,15 +172,11 @@ class Table:
         self._written: list[tuple[bytes, int, int]] = []  # the head of each chunk, and the place of its body
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
-        """The number of rows that the next chunk should have.
+        """The number of rows that the next chunk should have; 0 stands for an unknown size of a row.
 
         A chunk's rows exist once more while it is encoded, and those of a stream exist for nothing else:
         so they must be few beside what is there already. The number of chunks grows with the logarithm of
         the number of rows.
-
-        Args:
-            expected: How many rows there will be, where that is known.
-            row_nbytes: About how large a row is; 0 if unknown.
         """
         wanted = max(self.rows // 96 if self._streamed else expected // 16, 1)
         least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
@@ -202,11 +189,7 @@ class Table:
         return min(wanted, 4 * self.rows or _FIRST_ROWS) if self._streamed else wanted
 
     def append(self, values: list[Any]) -> None:
-        """Append one chunk of rows.
-
-        Raises:
-            SharedMemoryExhausted: If the host has not enough memory left.
-        """
+        """Append one chunk of rows."""
         self.python_nbytes += nbytes_of_rows(values)
         self.append_batch(batch_of(self.encoder.encode_rows(values)))
 

@@ -261,9 +261,7 @@ def how_to_share(value: Any) -> str:
 def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
     """Bytes that an object takes in memory, with all that it refers to, estimated from samples.
 
-    Args:
-        value: The object.
-        arrays: Whether to count the data of arrays, tensors and stores, which no one copies by reading it.
+    Without ``arrays`` the data of arrays, tensors and stores do not count, which no one copies by reading it.
     """
     table = value.table if is_table_in_memory(value) else value
     return int(table.nbytes) if is_arrow(table) else _nbytes_of(value, set(), arrays=arrays)

@@ -26,12 +26,9 @@ _Put = Callable[[Any], object]
 
 
 class Replacer:
-    """Replaces objects of a graph.
+    """Replaces objects of a graph: in copies of their holders, or ``in_place``, in what can be written to.
 
-    Args:
-        graph: The objects.
-        in_place: Whether holders are written to. Tuples and others that cannot change are copied even so.
-        spares: Whether to leave holders as they are that something outside of the graph refers to.
+    It ``spares`` holders that something outside of the graph refers to, unless told otherwise.
     """
 
     def __init__(self, graph: Graph, *, in_place: bool, spares: bool = True) -> None:

@@ -103,15 +103,9 @@ class RowGroups:
         return f"{self._paths[file]}, row group{'s' * (len(groups) > 1)} {numbers}"
 
     def read(self, groups: Sequence[int]) -> list[tuple[list[int], list[Any]]]:
-        """Read some row groups, which ascend.
+        """Read some row groups, which ascend: those that were read with one call, and their batches, checked.
 
-        Returns:
-            The row groups that were read with one call, and their record batches, which are checked.
-
-        Raises:
-            ValueError: If a file is damaged, with the row group.
-            LoaderError: If a file was changed.
-            OSError: If a file cannot be read.
+        ValueError if a file is damaged, with the row group; LoaderError if it was changed.
         """
         parts = self._parts(groups)
         return list(zip(parts, _at_once(self._batches, parts), strict=True))

@@ -201,14 +201,7 @@ class BufferBuilder:
         self.reserved_nbytes = nbytes
 
     def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:
-        """Append the bytes of one contiguous buffer.
-
-        Returns:
-            The offset at which they begin, a multiple of ``alignment``.
-
-        Raises:
-            SharedMemoryExhausted: If the host has less memory left.
-        """
+        """Append the bytes of one contiguous buffer; returns the offset at which they begin."""
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # a zero in its shape cannot be cast
         offset = -(-self.nbytes // alignment) * alignment

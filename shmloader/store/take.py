@@ -364,15 +364,9 @@ def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
 
 
 def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
-    """An array over the memory of ``out``, in the dtype in which items are stored.
+    """An array over the memory of an output, in the dtype in which items of a kind are stored.
 
-    Args:
-        out: A tensor or an ndarray.
-        shape: What it has to be.
-        kind: What the rows are; its ``ndim`` is not looked at.
-
-    Raises:
-        TypeError: If rows cannot be gathered into it.
+    TypeError if rows of this shape cannot be gathered into it; the kind's ``ndim`` is not looked at.
     """
     if isinstance(out, torch.Tensor):
         if type(out) is torch.Tensor:

@@ -37,14 +37,7 @@ class ListView(Selection):
 
 
 class Pairs:
-    """The keys and values of all dicts of a column.
-
-    Attributes:
-        rows: Records of a ``key`` and a ``value``; for long dicts also a ``hash`` and a ``place``.
-        keys: The keys alone.
-        values: The values alone.
-        index: The hashes and the places; None if dicts are short.
-    """
+    """The keys and values of all dicts of a column; hashes and places as their index where dicts are long."""
 
     def __init__(self, rows: Any) -> None:
         self.rows: Store = rows

@@ -49,11 +49,7 @@ def _items_of(flat: Array) -> Any:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype of a string in a column's type.
-
-    Raises:
-        ValueError: If columns cannot have it; a dtype with Python objects would be pointers.
-    """
+    """The dtype of a string in a column's type; ValueError if columns cannot have it, as one of pointers."""
     try:
         dtype: np.dtype[Any] | None = np.dtype(name)
     except (TypeError, SyntaxError, ValueError):

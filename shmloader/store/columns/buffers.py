@@ -23,10 +23,7 @@ _OCTETS, _TEXTS = (pa.binary(), pa.large_binary()), (pa.string(), pa.large_strin
 def numbers_to_arrow(items: Array, kind: Any = None, *, missing: Array | None = None) -> Any:
     """A column of the items of a flat array; where that is contiguous, over its memory.
 
-    Args:
-        items: Of the size that items of ``kind`` have; booleans are packed.
-        kind: Arrow's type; None for that of the dtype.
-        missing: The rows that are null, as an array of bool.
+    Items have the size of those of ``kind``, the dtype's own if none is given. ``missing`` rows are null.
     """
     kind = pa.from_numpy_dtype(items.dtype) if kind is None else kind
     octets = _bits(items) if pa.types.is_boolean(kind) else np.ascontiguousarray(items).view(np.uint8)

@@ -75,11 +75,7 @@ class ColumnEncoder:
         self._rows: set[int] = set()  # by ``id``
 
     def encode(self, values: list[Any], depth: int = 0) -> Any:
-        """A column of these values.
-
-        Raises:
-            Exception: Any that pickling raises, for a value that fits in no other column.
-        """
+        """A column of these values. Pickling may raise any error, for a value that fits in no other one."""
         kinds = set(map(type, values))
         if len(kinds) <= 1:
             return self._of_class(kinds.pop() if kinds else NoneType, values, depth)
@@ -94,11 +90,7 @@ class ColumnEncoder:
         return self.encode(values)
 
     def name_of(self, kind: type) -> str:
-        """The name by which a column can name a class.
-
-        Raises:
-            UnfitError: If the class is not found by its name.
-        """
+        """The name by which a column can name a class; UnfitError if the class is not found by it."""
         name = name_of_class(kind)
         if name is None:
             raise UnfitError

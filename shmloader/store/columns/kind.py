@@ -313,15 +313,9 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
 
 
 def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
-    """The function that reads a row of a column, an Arrow array; null is None.
+    """The function that reads a row of a column, an Arrow array. Null is None; ``nulls``: if any are read.
 
-    Args:
-        column: The column.
-        origin: Where it is from.
-        nulls: Whether rows that are null will be read.
-
-    Raises:
-        ValueError: If the column cannot be read: its type contradicts itself or its storage.
+    ValueError if the column cannot be read: its type contradicts itself or its storage.
     """
     column = dictionary_outside(column)
     kind = kind_of(column.type)

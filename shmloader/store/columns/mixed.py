@@ -84,15 +84,9 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
 
 
 def union_of(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any, list[Any]], Any]) -> Any:
-    """A column of values of several kinds.
+    """A column of values of several kinds, the ``keys``: ``encode`` makes that of a kind from its values.
 
-    Args:
-        values: The values.
-        keys: The kind of each.
-        encode: Called with a kind and its values.
-
-    Returns:
-        A dense union, or the one kind's column where there is but one; pickles where there are too many.
+    A dense union, or the one kind's column where there is but one; pickles where there are too many.
     """
     tag_of = {key: tag for tag, key in enumerate(dict.fromkeys(keys))}
     if len(tag_of) == 1:

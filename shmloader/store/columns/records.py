@@ -62,12 +62,9 @@ class Keys(PythonType, name="keys", over=Ints | FixedOctets):
     def write_forms(
         cls, rows: list[list[tuple[str, ...]]], forms: Iterable[tuple[str, ...]], names: Sequence[str]
     ) -> list[Any]:
-        """Columns of the keys of some rows each.
+        """Columns of the keys of some rows each, given the form of each row: its keys in order.
 
-        Args:
-            rows: The form of each row: its keys in order.
-            forms: All forms, also those of other columns of the same type.
-            names: All keys.
+        The type has all ``names``, and all ``forms``, also those of other columns of the same type.
         """
         places = {name: place for place, name in enumerate(names)}
         orders: dict[tuple[int, ...], int] = {}
