@@ -351,4 +351,4 @@ def chunks_in_files(
                     sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
-    return Chunks(where, batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
+    return Chunks(where, batches, nbytes, classes, made_by, pickles=pickles, sources=sources)

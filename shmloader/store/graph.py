@@ -27,30 +27,19 @@ _MOST_SECONDS = 2.0
 _Label = str | tuple[Any]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
-_Plan = Literal["array", "rows", "foreign"]
+_Plan = Literal["array", "rows", "foreign"]  # the last: an object of another library
 _Held = Iterable[tuple[_Label, Any]]
 
 
 class Node:
-    """One object of the graph.
-
-    Attributes:
-        value: The object.
-        label: The step from its holder to it.
-        holder: What holds it; None for the root.
-        plan: The form in which it is shared: an array, a container of rows, an object of another library
-            (``foreign``); None if it is not shared itself.
-        parents: Keys of the nodes that hold it.
-    """
+    """One object of the graph: the ``value``, the step to it, and its ``holder``, if it is not the root."""
 
     __slots__ = ("holder", "label", "parents", "plan", "value")
 
     def __init__(self, value: Any, label: _Label, holder: Node | None = None) -> None:
-        self.value = value
-        self.label = label
-        self.holder = holder
-        self.plan: _Plan | None = None
-        self.parents: list[int] = []
+        self.value, self.label, self.holder = value, label, holder
+        self.plan: _Plan | None = None  # None if it is not shared itself
+        self.parents: list[int] = []  # the keys of all nodes that hold it
 
     def share_as(self, plan: _Plan) -> None:
         """Decide the form in which it is shared."""
@@ -72,18 +61,12 @@ class Node:
 
 
 class Graph:
-    """The objects that can be reached from a root, by ``id``; every object stays alive through its node.
-
-    Attributes:
-        nodes: The objects.
-        left: Large objects that cannot be shared: for each its size and a sentence.
-        stopped: The object at which the walk was given up, for its length; None if it saw everything.
-    """
+    """The objects that can be reached from a root, by ``id``; every object stays alive through its node."""
 
     def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
         """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size."""
-        self.left: list[tuple[Node, int, str]] = []
-        self.stopped: Node | None = None
+        self.left: list[tuple[Node, int, str]] = []  # large ones that cannot be shared: size, and why
+        self.stopped: Node | None = None  # where the walk was given up, for its length
         self._files = MappedFiles()
         self._open_classes: set[int] = set()  # by ``id``, as a metaclass may define a hash
         node = Node(root, static.name_of(type(root)))

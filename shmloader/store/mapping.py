@@ -132,10 +132,6 @@ class KeyedStore(SharedObject):
     """Base of mappings and sets: rows, and the index of their keys.
 
     The rows are the members of a set; of a mapping they are records with the fields ``key`` and ``value``.
-
-    Attributes:
-        rows: The rows.
-        row_of: Finds the row of a key; -1 if there is none.
     """
 
     KIND: ClassVar[str]
@@ -143,7 +139,7 @@ class KeyedStore(SharedObject):
     def __init__(self, rows: Any, index: KeyIndex) -> None:
         self.rows = rows
         self._index = index
-        self.row_of: Callable[[object], int] = index.row_of
+        self.row_of: Callable[[object], int] = index.row_of  # -1 if there is none
 
     def __contains__(self, key: object) -> bool:
         return self.row_of(key) >= 0
@@ -158,11 +154,6 @@ class KeyedStore(SharedObject):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def buffer(self) -> SharedBuffer:
-        """The memory of the rows."""
-        return self.rows.buffer  # type: ignore[no-any-return]
 
     @property
     def form(self) -> dict[str, Any]:
@@ -195,8 +186,6 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
     nothing is inserted.
 
     Attributes:
-        stored_values: The values of all rows, as a store.
-        value_at: Reads the value of a row.
         default_factory: Makes the values of keys that it lacks; None if it raises KeyError.
     """
 

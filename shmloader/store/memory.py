@@ -153,21 +153,14 @@ class MemoryWriter:
 
 
 class Table:
-    """The rows of one container, while they are written chunk by chunk.
-
-    Attributes:
-        rows: The number of rows so far.
-        places: Where each chunk's head begins and ends, and its body, once all are written.
-        links: The links that its columns have.
-        sources: The file that each chunk was read from; empty for data of this program.
-    """
+    """The rows of one container, while they are written chunk by chunk."""
 
     def __init__(self, out: BufferBuilder, encoder: ColumnEncoder, *, streamed: bool = False) -> None:
         self.encoder = encoder
         self.rows = self.nbytes = self.python_nbytes = 0
-        self.places: list[tuple[int, ...]] = []
-        self.links: set[int] = set()
-        self.sources: list[str] = []
+        self.places: list[tuple[int, ...]] = []  # begin and end of each chunk's head and body, at the end
+        self.links: set[int] = set()  # that its columns have
+        self.sources: list[str] = []  # the file of each chunk; empty for data of this program
         self._out, self._streamed = out, streamed
         self._written: list[tuple[bytes, int, int]] = []  # the head of each chunk, and the place of its body
 

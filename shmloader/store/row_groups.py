@@ -56,12 +56,6 @@ class RowGroups:
 
     Pickled by paths and counts. Footers are read again by each process.
 
-    Args:
-        paths: The files, in their file system.
-        filesystem: That file system.
-        columns: The fields to read; None for all.
-        allow_pickle: Whether there may be pickled values.
-
     Attributes:
         schema: The fields that are read, as the first file has them.
         form: See `form_of`.

@@ -181,8 +181,8 @@ class RowStore(Store):
 
     @property
     def buffer(self) -> SharedBuffer:
-        """The memory."""
-        return self.chunks.buffer
+        """The memory; of several files that of the first one."""
+        return self.chunks.memories[0]
 
     def tuple_length(self) -> int:
         """The length of the rows where all are tuples of one class and length; else 0."""

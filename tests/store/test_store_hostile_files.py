@@ -87,7 +87,8 @@ def test_classes_are_not_imported_and_none_of_their_code_runs(
         with pytest.raises(ValueError, match=r"file\.arrow: .*Import it first"):
             shmloader.open(tmp_path / "file.arrow")
     numbers = pa.array([0], pa.int8())
-    write(tmp_path / "file.arrow", Enums(numbers.type, python="signal:Signals", members=["A"]).wrap_array(numbers))
+    signals = Enums(numbers.type, python="signal:Signals", members=["A"])
+    write(tmp_path / "file.arrow", signals.wrap_array(numbers))
     with pytest.raises(ValueError, match="'Signals' of the module 'signal'"):
         shmloader.open(tmp_path / "file.arrow")
     assert "explosive" not in sys.modules
@@ -238,17 +239,20 @@ HOSTILE: dict[str, Any] = {
     "pointers": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|O", shape=[1]).wrap_array(
         pa.FixedSizeListArray.from_arrays(pa.array(bytes(8)[:8] and [0] * 8, pa.uint8()), 8)
     ),
-    "a shape that is too large": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[1 << 40]).wrap_array(
-        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    "a shape that is too large": lambda: Arrays.around(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8), dtype="|u1", shape=[1 << 40]
     ),
     "a shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[4]).wrap_array(pa.nulls(3)),
-    "a huge shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[1 << 36]).wrap_array(pa.nulls(3)),
-    "a negative shape": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[-8]).wrap_array(
-        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    "a huge shape over nothing": lambda: Arrays.around(pa.nulls(3), dtype="<i8", shape=[1 << 36]),
+    "a negative shape": lambda: Arrays.around(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8), dtype="|u1", shape=[-8]
     ),
     "links": lambda: Links(pa.int8(), link=0).wrap_array(pa.array([0], pa.int8())),
-    "a tensor of no dtype": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os").wrap_array(
-        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    "a tensor of no dtype": lambda: Arrays.around(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8),
+        dtype="|u1",
+        shape=[8],
+        tensor="os",
     ),
     "a text that is not Unicode": lambda: Scalars(pa.binary(4), dtype="<U1").wrap_array(
         pa.array([b"\xff" * 4], pa.binary(4))

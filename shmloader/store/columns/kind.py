@@ -51,25 +51,15 @@ MOST_BUILT = 1 << 15
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a column's values, and the way to read them.
+    """The source of a column's values, and the way to read them."""
 
-    Attributes:
-        memory: Where the buffers lie; None for any place.
-        finder: Finds the classes that columns name.
-        links: Readers of the columns that links lead to.
-        copy: Whether arrays and tensors are private copies, which may be changed.
-        pickles: Whether pickled values may be read.
-        source: The file; empty for data of this program.
-        views: Makes views of large containers inside of rows, a `RowViews`; None to build all of them.
-    """
-
-    memory: SharedBuffer | None = None
-    finder: ClassFinder = field(default_factory=ClassFinder)
-    links: Mapping[int, Reader] = field(default_factory=dict)
-    copy: bool = False
-    pickles: bool = True
-    source: str = ""
-    views: Any = None
+    memory: SharedBuffer | None = None  # where the buffers lie; None for any place
+    finder: ClassFinder = field(default_factory=ClassFinder)  # of the classes that columns name
+    links: Mapping[int, Reader] = field(default_factory=dict)  # readers of the columns that these lead to
+    copy: bool = False  # whether arrays and tensors are private copies, which may be changed
+    pickles: bool = True  # whether pickled values may be read
+    source: str = ""  # the file; empty for data of this program
+    views: Any = None  # makes views of large containers in rows, a `RowViews`; None to build all of them
 
     def octets(self, buffer: Any) -> tuple[Any, int]:
         """Memory whose slices are bytes, and the place where those of a buffer begin there.
@@ -118,23 +108,14 @@ class UnfitError(Exception):
 
 
 class Kind:
-    """One kind of value.
+    """One kind of value."""
 
-    Attributes:
-        takes: The Python types whose values it writes.
-        is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
-        nests: Whether a value may be reached from itself; such a kind is no leaf.
-        nullable: Whether a column can have nulls beside its values.
-        is_number: Whether its values are made as quickly as numbers.
-        EXACT: The only type of Arrow's with its id that it reads; None if it reads all.
-    """
-
-    takes: ClassVar[tuple[type[Any], ...]] = ()
-    is_leaf: ClassVar[bool] = True
-    nests: ClassVar[bool] = False
-    is_number: ClassVar[bool] = False
-    nullable: bool = True
-    EXACT: ClassVar[Any] = None
+    takes: ClassVar[tuple[type[Any], ...]] = ()  # the Python types whose values it writes
+    is_leaf: ClassVar[bool] = True  # whether values are small and hold no others: no gain to keep each once
+    nests: ClassVar[bool] = False  # whether a value may be reached from itself; such a kind is no leaf
+    is_number: ClassVar[bool] = False  # whether its values are made as quickly as numbers
+    nullable: bool = True  # whether a column can have nulls beside its values
+    EXACT: ClassVar[Any] = None  # the only type of Arrow's with its id that it reads; None if it reads all
 
     def __init_subclass__(
         cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
@@ -336,13 +317,13 @@ def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
 def items_of(column: Any, *, nulls: bool = True) -> Any:
     """See `Kind.items`; None also where rows are null, if these will be read."""
     kind = _kind_if_plain(column, nulls=nulls)
-    return kind and kind.items(column)
+    return None if kind is None else kind.items(column)
 
 
 def block_of(column: Any, memory: SharedBuffer | None, *, nulls: bool = True) -> Block | None:
     """See `Kind.block`; None also where rows are null, if that matters."""
     kind = _kind_if_plain(column, nulls=nulls)
-    return kind and kind.block(column, memory)
+    return None if kind is None else kind.block(column, memory)
 
 
 def _kind_if_plain(column: Any, *, nulls: bool) -> Kind | None:
