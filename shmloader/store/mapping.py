@@ -72,7 +72,9 @@ class KeyIndex:
         """The row of a key, or -1."""
         hashed = hash_of(key)
         if hashed is None:
-            return self._odd_row_of(key)
+            if self._rows_of_odd is None:
+                self._rows_of_odd = {self.keys[row]: row for row in self._arrays[2].tolist()}
+            return self._rows_of_odd.get(key, -1)
         bucket = hashed >> self._shift
         end = self._buckets[bucket + 1]
         place = bisect_left(self._hashes, hashed, self._buckets[bucket], end)
@@ -83,11 +85,6 @@ class KeyIndex:
                 return row
             place += 1
         return -1
-
-    def _odd_row_of(self, key: Any) -> int:
-        if self._rows_of_odd is None:
-            self._rows_of_odd = {self.keys[row]: row for row in self._arrays[2].tolist()}
-        return self._rows_of_odd.get(key, -1)
 
     def __reduce__(self) -> Any:
         return KeyIndex, (self.keys, *self._arrays)
@@ -245,9 +242,8 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
             return True
         if not isinstance(other, Mapping):
             return NotImplemented
-        if len(self) != len(other):
-            return False
-        return all(key in other and equal(value, other[key]) for key, value in self.items())
+        alike = len(self) == len(other)
+        return alike and all(key in other and equal(value, other[key]) for key, value in self.items())
 
     __hash__ = None  # type: ignore[assignment]  # as of a dict
 
@@ -268,18 +264,7 @@ class _Keys(KeysView[Any]):
     _mapping: MappingStore
 
     def __reversed__(self) -> Any:
-        return reversed(self._mapping.stored_keys)
-
-
-class _Items(ItemsView[Any, Any]):
-    _mapping: MappingStore
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return zip(self._mapping, self._mapping.values(), strict=True)
-
-    def __reversed__(self) -> Any:
-        mapping = self._mapping
-        return zip(reversed(mapping.stored_keys), reversed(mapping.stored_values), strict=True)
+        return reversed(self._mapping)
 
 
 class _Values(ValuesView[Any]):
@@ -290,6 +275,16 @@ class _Values(ValuesView[Any]):
 
     def __reversed__(self) -> Any:
         return reversed(self._mapping.stored_values)
+
+
+class _Items(ItemsView[Any, Any]):
+    _mapping: MappingStore
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self._mapping, self._mapping.values(), strict=True)
+
+    def __reversed__(self) -> Any:
+        return zip(reversed(self._mapping), reversed(self._mapping.values()), strict=True)
 
 
 def _as_set(name: str) -> Callable[..., Any]:
