@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.errors import NotSharedWarning, warn
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
 from shmloader.store import objects, static
@@ -44,13 +45,7 @@ _BLAMED_AT_ONCE = 1 << 14  # elements that are tried together
 _MOST_BLAMED = 8  # keys that lead to an element, in a message
 
 
-def share_graph(
-    root: Any,
-    *,
-    copy: bool = False,
-    only_held: bool = False,
-    in_place: bool = False,
-) -> Any:
+def share_graph(root: Any, *, copy: bool = False, only_held: bool = False, in_place: bool = False) -> Any:
     """Share an object and what it holds, or only what it holds; see `shmloader.share`.
 
     Either in a copy of the object, or ``in_place``: in the object itself, and in others that only it holds.
@@ -221,7 +216,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     """Write an ndarray or a tensor; TypeError if it is one small value, or a tensor that cannot be shared."""
     if isinstance(value, torch.Tensor):
         resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
-        if not objects.is_shareable_tensor(resolved) or not value.dim():
+        if kind_of_tensor(resolved) is None or not value.dim():
             raise TypeError(
                 "only dense CPU tensors without gradients, of at least one dimension, can be shared; this "
                 f"one has {value.dim()} dimensions, {value.dtype}, {value.layout}, device {value.device}, "

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_table_in_memory
 from shmloader.store import objects, static
 from shmloader.store.handles import MappedFiles, is_shared
@@ -127,7 +128,10 @@ class Graph:
         if objects.container_kind(value) is not None:
             return self._open_container(node)
         if is_hugging_face(value):
-            return objects.elements_of(value) if is_a(value, dict) else objects.tables_of(value)
+            # Of a dataset the tables in memory: of its rows, and of its indices if it was shuffled.
+            held = objects.attributes_of(value)
+            tables = [one for one in held if is_table_in_memory(one[1])]
+            return objects.elements_of(value) if is_a(value, dict) else tables
         if objects.is_open(value):
             self._open_classes.add(id(type(value)))
             return objects.attributes_of(value)
@@ -160,7 +164,7 @@ class Graph:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
             self.leave(node, why, nbytes)
-        elif isinstance(value, np.ndarray) or objects.is_shareable_tensor(value):
+        elif isinstance(value, np.ndarray) or kind_of_tensor(value) is not None:
             node.share_as("array")
         elif value.device.type == "cpu":
             why = "only dense tensors that do not require grad can be shared: see Tensor.detach"

@@ -1,7 +1,7 @@
 """Plain arrays, tensors and Arrow buffers, which other processes get by handle.
 
 ``share(array)`` is an ordinary ndarray, and so is each view of it. Only ``multiprocessing``'s own pickler can
-pass descriptors; so it is told (`register_reducers`) to look at where the items of an ndarray, a tensor or an
+pass descriptors; so it is told (`register`) to look at where the items of an ndarray, a tensor or an
 Arrow buffer lie:
 
 * in a buffer of shmloader's: the buffer's descriptor is sent, and the view is made anew over it;
@@ -286,7 +286,8 @@ def _bytes_over(handle: Any, *, writable: bool) -> Any:
     return np.frombuffer(buffer.private if writable else buffer.view, np.uint8, nbytes, offset)
 
 
-def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
+def reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
+    """The pickle of a tensor by handle; see `reduce_array`."""
     if tensor.requires_grad or tensor.dtype not in CODE_OF_TORCH_DTYPE or not _is_dense(tensor):
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
@@ -336,16 +337,6 @@ def register(kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) ->
     """Make ``multiprocessing``'s pickler, and `pack`, send objects of exactly this type by handle."""
     if not isinstance(_reducer_of(kind), _Reducer):
         ForkingPickler.register(kind, _Reducer(kind, by_handle))
-
-
-def register_reducers() -> None:
-    """Make ``multiprocessing`` send arrays and tensors by handle.
-
-    The modules of stores call this, so that pickling is unchanged in a program without stores.
-    """
-    register(np.ndarray, reduce_array)
-    register(np.memmap, reduce_array)
-    register(torch.Tensor, _reduce_tensor)
 
 
 def reduce_arrow_buffer(buffer: Any, _: MappedFiles | None) -> Any:

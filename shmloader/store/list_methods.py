@@ -6,20 +6,13 @@ Results that a list would give as a new list are lists, in the memory of this pr
 from __future__ import annotations
 
 import operator
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from shmloader.codec.array_kinds import (
-    Array,
-    ArrayKind,
-    array_of_tensor,
-    kind_of_tensor,
-    wrap_array,
-)
+from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.columns.values import KIND_OF_SCALAR
 
@@ -49,11 +42,9 @@ def _as_lists(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]
 
 
 class ListMethods(Sequence[RowT_co]):
-    """Methods of lists, derived from ``__len__``, ``__getitem__`` and ``take``."""
+    """Methods of lists, derived from ``__len__``, ``__getitem__`` and ``take``, for which see `Store`."""
 
-    @abstractmethod
-    def take(self, indices: Any, out: Any = None) -> Any:
-        """See `Store.take`."""
+    take: Callable[..., Any]
 
     def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
         """Consecutive rows as a view of memory, and the kind of array that they become.

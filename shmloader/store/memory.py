@@ -20,11 +20,11 @@ import torch
 
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
+from shmloader.store import handles
 from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.kind import find_types
 from shmloader.store.columns.mixed import Links
-from shmloader.store.handles import array_over, bounds_of, layout_of, register_reducers, tensor_over
 from shmloader.store.objects import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
@@ -38,7 +38,10 @@ _ROWS_AT_ONCE, _MOST_ROWS_NBYTES = 1 << 10, 128 << 20  # of a chunk's rows, as P
 Make = Callable[[SharedBuffer], Any]
 """Makes the written value, once the memory is sealed."""
 
-register_reducers()
+# Here, so that pickling is unchanged in a program without stores.
+handles.register(np.ndarray, handles.reduce_array)
+handles.register(np.memmap, handles.reduce_array)
+handles.register(torch.Tensor, handles.reduce_tensor)
 
 
 class MemoryWriter:
@@ -108,14 +111,14 @@ class MemoryWriter:
         """
         if not value.nbytes:
             return lambda _: value
-        low, high = bounds_of(value)
+        low, high = handles.bounds_of(value)
         known = next((one for one in self._arrays if one[0] <= low and high <= one[1]), None)
-        make = tensor_over if isinstance(value, torch.Tensor) else array_over
+        make = handles.tensor_over if isinstance(value, torch.Tensor) else handles.array_over
         is_whole = value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous
         is_dense = is_whole or high - low < value.nbytes
         if known is None and not is_dense:
             value = value.contiguous() if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
-            low, high = bounds_of(value)
+            low, high = handles.bounds_of(value)
         nbytes = high - low
         if known is None:
             self.out.reserve(self.out.nbytes + nbytes)  # before any page is touched
@@ -123,7 +126,7 @@ class MemoryWriter:
             if is_dense:  # else it is a copy, which ends with this call
                 self._arrays.append(known)
                 self._alive.append(value)
-        offset, layout = known[2] + low - known[0], layout_of(value, low)
+        offset, layout = known[2] + low - known[0], handles.layout_of(value, low)
         return lambda buffer: make((buffer, offset, nbytes), *layout)
 
     @property

@@ -164,10 +164,7 @@ class RowGroups:
     def _open(self, file: int, name: str) -> Iterator[Any]:
         """A file that is open meanwhile; errors name it, or what is read of it."""
         path, is_local = self._paths[file], self._filesystem.is_local
-        with (
-            naming(name, is_remote=not is_local),
-            self._filesystem.opened.open_input_file(path) as source,
-        ):
+        with naming(name, is_remote=not is_local), self._filesystem.opened.open_input_file(path) as source:
             now = Fingerprint.of(path) if is_local else Fingerprint(source.size(), 0, 0)
             self._identities.setdefault(file, now).check(now, path)
             yield source

@@ -30,6 +30,8 @@ from shmloader.store.ranges import RangeFinder, Rows
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
 
+_MISFIT = "rows such as {!r:.200} cannot be gathered into an output"
+
 _Gather = Callable[[Rows, Rows, Any], Any]
 """Gathers rows, numbered from 0 on, of these chunks into outputs."""
 
@@ -130,7 +132,7 @@ class _Items:
             missing = np.flatnonzero(~is_there).tolist()
         is_array = self._block.stacks and not missing
         if out is not None and not is_array:
-            raise _misfit([None] if missing else [[...]])
+            raise TypeError(_MISFIT.format([None] if missing else [[...]]))
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
         self._items.gather(rows, chunk_of, target)
         if out is not None:
@@ -335,12 +337,8 @@ def join(samples: list[Any], out: Any) -> Any:
             output_array(out, array.shape, kind)[...] = array
             return out
     if out is not None:
-        raise _misfit(samples)
+        raise TypeError(_MISFIT.format(samples[:1]))
     return samples
-
-
-def _misfit(samples: list[Any]) -> TypeError:
-    return TypeError(f"rows such as {samples[:1]!r:.200} cannot be gathered into an output")
 
 
 def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
@@ -369,20 +367,11 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
     TypeError if rows of this shape cannot be gathered into it; the kind's ``ndim`` is not looked at.
     """
     if isinstance(out, torch.Tensor):
-        if type(out) is torch.Tensor:
-            try:
-                array: Array = out.numpy()
-            except (RuntimeError, TypeError):  # it requires a gradient, say, or NumPy lacks its dtype
-                out = out.detach()
-            else:
-                fits = array.dtype == kind.dtype and kind.torch_dtype in (None, out.dtype)
-                if fits and array.shape == shape and array.flags.c_contiguous:
-                    return array
-        found = kind_of_tensor(out)
-        fits = found is not None and out.is_contiguous() and found.dtype == kind.dtype
-        fits = fits and kind.torch_dtype in (None, out.dtype)
-        if fits and tuple(out.shape) == shape:
-            return array_of_tensor(out.detach(), kind.dtype)
+        plain = out.detach() if type(out) is torch.Tensor else out
+        found = kind_of_tensor(plain)
+        fits = found is not None and plain.is_contiguous() and found.dtype == kind.dtype
+        if fits and tuple(out.shape) == shape and kind.torch_dtype in (None, out.dtype):
+            return array_of_tensor(plain.detach(), kind.dtype)
     elif isinstance(out, np.ndarray):
         named_by_numpy = kind.torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
         if named_by_numpy and out.dtype == kind.dtype and out.shape == shape and out.flags.writeable:

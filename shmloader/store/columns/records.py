@@ -20,12 +20,7 @@ from pyarrow import types as arrow
 from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.arrays import Arrays
 from shmloader.store.columns.buffers import mask_of, numbers_to_arrow
-from shmloader.store.columns.classes import (
-    is_plain_dataclass,
-    is_plain_namedtuple,
-    maker_of,
-    state_of,
-)
+from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple, maker_of, state_of
 from shmloader.store.columns.kind import (
     Kind,
     Origin,
