@@ -27,7 +27,7 @@ from shmloader.store.columns.kind import (
     types_in,
 )
 from shmloader.store.columns.mixed import Links
-from shmloader.store.columns.records import has_field, structs_of, types_of_fields
+from shmloader.store.columns.records import has_field, structs_of
 from shmloader.store.handles import reduce_arrow_buffer, register
 from shmloader.store.saving import form_of
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -142,7 +142,7 @@ def field_of(column: Any, name: str | int) -> Any:
     structs = structs_of(column)
     if structs is not None and not structs.null_count:
         if isinstance(name, int) and structs is not column and 0 <= name < structs.type.num_fields:
-            name = dict(enumerate(types_of_fields(structs.type))).get(name, name)
+            name = structs.type.field(name).name
         if has_field(structs.type, name):
             return structs.field(str(name))
     raise KeyError(name)

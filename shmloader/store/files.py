@@ -110,10 +110,8 @@ def checked_rows(
             _check_columns(one, schema, columns, allow_pickle=allow_pickle)
             new_form = _checked_form(schema)
         new_names = [name for name in schema.names if name != Keys.NAME]
-        is_alike = new_names == names and all(
-            new_form.get(key) == form.get(key) for key in ("rows", "missing")
-        )
-        if one != paths[0] and not is_alike:
+        is_alike = all(new_form.get(key) == form.get(key) for key in ("rows", "missing"))
+        if one != paths[0] and not (is_alike and new_names == names):
             raise ValueError(
                 f"{one} has other rows than {paths[0]}: {new_form['rows']} of {listed(new_names)} "
                 f"instead of {form['rows']} of {listed(names)}"
@@ -235,7 +233,8 @@ def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     if _magic_of(path) == PARQUET_MAGIC:
         with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as parquet:
             chosen = None if columns is None else [*columns, Keys.NAME]
-            if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
+            kinds = [one for kind in parquet.schema_arrow.types for one in types_in(kind)]
+            if any(isinstance(one, PythonType) and arrow.is_dictionary(one.storage_type) for one in kinds):
                 # For these, Arrow's iter_batches ends the process.
                 for group in range(parquet.num_row_groups):
                     yield from parquet.read_row_group(group, columns=chosen, use_threads=False).to_batches()
@@ -266,13 +265,6 @@ def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int
             sizes.append(account_nbytes / max(1, group.num_rows))
             break
     return max(1, min(_MOST_BATCH_ROWS, int(most / max(sizes))))
-
-
-def _is_over_dictionary(kind: Any) -> bool:
-    """Whether a type, or one inside of it, is an extension type over a dictionary."""
-    return any(
-        isinstance(one, PythonType) and arrow.is_dictionary(one.storage_type) for one in types_in(kind)
-    )
 
 
 def _reader_of(memory: FileBuffer) -> Any:

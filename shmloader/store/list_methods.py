@@ -28,10 +28,6 @@ else:
 _NUMBERS = frozenset(KIND_OF_SCALAR.values())
 
 
-def _has_no_name_in_numpy(kind: ArrayKind) -> bool:
-    return kind.torch_dtype is not None and not DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
-
-
 def _as_lists(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """A comparison of a store with a list or another store."""
 
@@ -55,9 +51,8 @@ class ListMethods(Sequence[RowT_co]):
 
     def numbers(self) -> list[Any] | None:
         """All rows as a list, made at once, where they are Python's numbers or lists of these; else None."""
-        found = self._as_array()
-        is_plain = found is not None and found[1] in _NUMBERS and found[0].ndim <= 2
-        return found[0].tolist() if found is not None and is_plain else None
+        array, kind = self._as_array() or (None, None)
+        return array.tolist() if array is not None and kind in _NUMBERS and array.ndim <= 2 else None
 
     def _as_array(self) -> tuple[Array, ArrayKind] | None:
         """All rows as one array; None for rows that become none."""
@@ -76,11 +71,13 @@ class ListMethods(Sequence[RowT_co]):
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
         found = self._as_array()
-        is_narrowed = dtype is not None and found is not None and found[1] in _NUMBERS
-        if found is None or is_narrowed or _has_no_name_in_numpy(found[1]):
-            return np.asarray(list(self), dtype=dtype)  # which refuses numbers that do not fit
-        array, kind = found
-        return np.array(array, dtype=kind.dtype if dtype is None else dtype)
+        if found is not None:
+            array, kind = found
+            is_narrowed = dtype is not None and kind in _NUMBERS
+            has_name = kind.torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
+            if has_name and not is_narrowed:
+                return np.array(array, dtype=kind.dtype if dtype is None else dtype)
+        return np.asarray(list(self), dtype=dtype)  # which refuses numbers that do not fit
 
     @property
     def __dlpack__(self) -> Any:

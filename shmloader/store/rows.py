@@ -19,7 +19,7 @@ from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, bl
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.take import ColumnGatherer, tuple_shape
+from shmloader.store.take import ColumnGatherer, shape_of_rows
 from shmloader.store.views import DictView, ListView, Pairs
 
 
@@ -130,7 +130,10 @@ class RowStore(Store):
     def _raise(self, error: Exception, index: int | None = None) -> NoReturn:
         """Raise an error that reading a row raised; for rows from files, one that names the file."""
         sources = self.chunks.sources
-        if not sources or isinstance(error, LoaderError) or self._has_pickles():
+        arrays = self._column.arrays() if sources and self.chunks.pickles else []
+        # Reading pickled values may raise whatever their classes do.
+        has_pickles = any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
+        if not sources or isinstance(error, LoaderError) or has_pickles:
             raise error
         file = sources[0] + ", or another file that was opened with it," * (len(set(sources)) > 1)
         if index is not None:
@@ -140,11 +143,6 @@ class RowStore(Store):
             f"{file} cannot be read, so the file is damaged, or has values that Python lacks, such "
             f"as times after the year 9999: {type(error).__name__}: {error}"
         ) from error
-
-    def _has_pickles(self) -> bool:
-        """Whether any values are pickled: reading them may raise whatever their classes do."""
-        arrays = self._column.arrays() if self.chunks.pickles else []
-        return any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
@@ -186,8 +184,9 @@ class RowStore(Store):
 
     def tuple_length(self) -> int:
         """The length of the rows where all are tuples of one class and length; else 0."""
-        shapes = set(map(tuple_shape, self._column.arrays()))
-        return len(shapes.pop()[1]) if len(shapes) == 1 else 0
+        shapes = set(map(shape_of_rows, self._column.arrays()))
+        kind, names = shapes.pop() if len(shapes) == 1 else (None, ())
+        return 0 if kind is dict else len(names)
 
     def take(self, indices: Any, out: Any = None) -> Any:
         """Some rows, gathered by columns where all their fields can be."""

@@ -142,16 +142,12 @@ def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
     return next((buffer for buffer in list(_buffers.values()) if buffer.holds(address, nbytes)), None)
 
 
-def _reduce_by_handle(buffer: SharedBuffer) -> tuple[Any, tuple[Any, ...]]:
-    return _attach, (Descriptor(buffer.fd), buffer.nbytes)
-
-
 def _attach(descriptor: Descriptor, nbytes: int) -> SharedBuffer:
     return SharedBuffer(descriptor.fd, nbytes)
 
 
 # Only multiprocessing's own pickler can pass descriptors, so only it knows how to pickle a buffer.
-ForkingPickler.register(SharedBuffer, _reduce_by_handle)
+ForkingPickler.register(SharedBuffer, lambda buffer: (_attach, (Descriptor(buffer.fd), buffer.nbytes)))
 
 
 class BufferBuilder:

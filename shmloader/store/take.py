@@ -66,12 +66,12 @@ class ColumnGatherer:
 def _gather_of(column: Column) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
     arrays = column.arrays()
-    (names, *other_names), (shape, *other_shapes) = set(map(_keys, arrays)), set(map(tuple_shape, arrays))
+    (of, names), *others = set(map(shape_of_rows, arrays))
 
     def by_rows(rows: Rows, chunk_of: Rows, out: Any) -> Any:
         return join(list(map(column, rows.tolist())), out)
 
-    if names and not other_names:
+    if of is dict and names and not others:
         fields = {name: _gather_of(column.field(name)) for name in names}
 
         def gather_records(rows: Rows, chunk_of: Rows, out: Any) -> Any:
@@ -79,10 +79,9 @@ def _gather_of(column: Column) -> _Gather:
             return {name: gather(rows, chunk_of, outs[name]) for name, gather in fields.items()}
 
         return gather_records
-    if shape[1] and not other_shapes:
-        is_named = isinstance(arrays[0].type, Namedtuples)
-        kind = column.chunks.finder.find(arrays[0].type) if is_named else tuple
-        items = [_gather_of(column.field(place)) for place in range(len(shape[1]))]
+    if names and not others:
+        kind = tuple if of is tuple else column.chunks.finder.find(arrays[0].type)
+        items = [_gather_of(column.field(place)) for place in range(len(names))]
 
         def gather_tuples(rows: Rows, chunk_of: Rows, out: Any) -> Any:
             if out is not None:
@@ -301,20 +300,14 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
     return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
 
 
-def _keys(column: Any) -> tuple[str, ...]:
-    """The keys of dicts that all have the same ones; else nothing."""
-    if not pa.types.is_struct(column.type) or column.null_count or keys_of(column) is not None:
-        return ()
-    return tuple(types_of_fields(column.type))
-
-
-def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
-    """The class and the fields of a column's tuples, if all have the same; no fields for any other column."""
-    kind = column.type
-    is_tuple = isinstance(kind, Tuples | Namedtuples) and pa.types.is_struct(kind.storage_type)
-    if is_tuple and not column.storage.null_count:
-        return kind.parameters.get("python", ""), tuple(types_of_fields(kind.storage_type))
-    return "", ()
+def shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
+    """The kind of rows that all have the same fields: ``dict``, ``tuple`` or a class's name; and the fields."""
+    kind, storage = column.type, storage_of(column)
+    if not pa.types.is_struct(storage.type) or storage.null_count or keys_of(storage) is not None:
+        return None, ()
+    if isinstance(kind, Tuples | Namedtuples):
+        return kind.parameters.get("python", tuple), tuple(types_of_fields(storage.type))
+    return (dict, tuple(types_of_fields(kind))) if storage is column else (None, ())
 
 
 def join(samples: list[Any], out: Any) -> Any:

@@ -12,7 +12,6 @@ object is code. Classes are given by module and name; `ClassFinder` looks them u
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -247,9 +246,6 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
 
     def __hash__(self) -> int:
         return hash((self.NAME, str(self.storage_type)))
-
-    def __reduce__(self) -> Any:
-        return functools.partial(type(self), **self.parameters), (self.storage_type,)
 
     @classmethod
     def around(cls, storage: Any, **parameters: Any) -> Any:

@@ -160,7 +160,9 @@ class Records(Kind, arrow=[pa.struct([])]):
         if _are_data(values, len(names), depth, is_alike=forms is None):
             return Maps.write(values, encoder, depth)
         is_sparse = forms and sum(map(len, forms)) < _LEAST_FILLED * len(values) * len(names)
-        if not _are_fields(names) or is_sparse:
+        are_short = set(map(type, names)) <= {str} and len(names) <= _MOST_FIELDS
+        are_fields = are_short and Keys.NAME not in names and all(map(is_unicode, names))
+        if not are_fields or is_sparse:
             return Maps.write(values, encoder, depth)
         if not names:
             return pa.Array.from_buffers(pa.struct([]), len(values), [None])
@@ -296,12 +298,6 @@ def merged_order(name_tuples: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
         order.append(came[heappop(ready)])
         sorter.done(order[-1])
     return tuple(order)
-
-
-def _are_fields(names: Sequence[Any]) -> bool:
-    """Whether keys can be the names of a struct's fields."""
-    is_short = set(map(type, names)) <= {str} and len(names) <= _MOST_FIELDS
-    return is_short and Keys.NAME not in names and all(map(is_unicode, names))
 
 
 def _are_data(values: list[dict[Any, Any]], names: int, depth: int, *, is_alike: bool) -> bool:
