@@ -284,7 +284,7 @@ class _Items(ItemsView[Any, Any]):
         return zip(self._mapping, self._mapping.values(), strict=True)
 
     def __reversed__(self) -> Any:
-        return zip(reversed(self._mapping), reversed(self._mapping.values()), strict=True)
+        return zip(reversed(self._mapping), reversed(self._mapping.stored_values), strict=True)
 
 
 def _as_set(name: str) -> Callable[..., Any]:

@@ -301,7 +301,7 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
 
 
 def shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
-    """The kind of rows that all have the same fields: ``dict``, ``tuple`` or a class's name; and the fields."""
+    """What rows are that all have the same fields, ``dict``, ``tuple`` or a class's name; and the fields."""
     kind, storage = column.type, storage_of(column)
     if not pa.types.is_struct(storage.type) or storage.null_count or keys_of(storage) is not None:
         return None, ()
