@@ -97,8 +97,6 @@ class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
         if isinstance(numbers, memoryview):
             return lambda i: numbers[ends[i] : ends[i + 1]].tolist()
         read = reader_of(column.values, origin)
-        if isinstance(ends, range) and ends.step == 1:
-            return lambda i: [read(ends[i])]
         return lambda i: [*map(read, range(ends[i], ends[i + 1]))]
 
     def item_weights(self, column: Any) -> Weights:
@@ -125,6 +123,21 @@ class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
 
 class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
     """Lists of one length."""
+
+    def builder(self, column: Any, origin: Origin) -> Reader:
+        size, numbers = column.type.list_size, items_of(column.values)
+        first = column.offset * size
+        if isinstance(numbers, memoryview):
+
+            def read_numbers(i: int) -> list[Any]:
+                at = first + i * size  # quicker than two looks at a range
+                return numbers[at : at + size].tolist()
+
+            return read_numbers
+        if size == 1:
+            read = reader_of(column.values, origin)
+            return lambda i: [read(first + i)]
+        return super().builder(column, origin)
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         size, found = column.type.list_size, block_of(column.values, memory)
