@@ -23,6 +23,7 @@ changed its own copy of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -163,22 +164,17 @@ class MappedFiles:
 
     def _areas_at(self, low: int, high: int) -> list[_Area]:
         if self._known is None:
-            self._known = _areas_of_this_process()
+            known, text = list[_Area](), ""
+            with contextlib.suppress(OSError):  # the system does not tell
+                text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+            for line in text.splitlines():
+                bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
+                if path and path[0].startswith("/"):
+                    begin, end = (int(bound, 16) for bound in bounds.split("-"))
+                    name = path[0].replace("\\012", "\n")
+                    known.append(_Area(begin, end, rights, int(offset, 16), name))
+            self._known = known
         return [area for area in self._known if area.begin < high and low < area.end]
-
-
-def _areas_of_this_process() -> list[_Area]:
-    try:
-        text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:  # the system does not tell
-        return []
-    areas = []
-    for line in text.splitlines():
-        bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
-        if path and path[0].startswith("/"):
-            begin, end = (int(bound, 16) for bound in bounds.split("-"))
-            areas.append(_Area(begin, end, rights, int(offset, 16), path[0].replace("\\012", "\n")))
-    return areas
 
 
 def _is_changed(low: int, high: int) -> bool:

@@ -51,9 +51,6 @@ _LEAST_WORKING_NBYTES = 16 << 20
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
 _HUGE_SHARE, _LEAST_HUGE_S = 0.1, 0.05  # of the time that building takes, for huge pages once it is done
 
-Buffer = Any
-"""An object with the buffer protocol that is contiguous: bytes, a memoryview, an ndarray of a plain dtype."""
-
 
 class SharedBuffer:
     """Sealed shared memory, as this process maps it.
@@ -196,8 +193,8 @@ class BufferBuilder:
             raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE, code=error.errno) from error
         self.reserved_nbytes = nbytes
 
-    def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:
-        """Append the bytes of one contiguous buffer; returns the offset at which they begin."""
+    def append(self, data: Any, alignment: int = ALIGNMENT) -> int:
+        """Append the bytes of an object with a contiguous buffer; returns the offset at which they begin."""
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # a zero in its shape cannot be cast
         offset = -(-self.nbytes // alignment) * alignment

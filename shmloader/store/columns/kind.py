@@ -119,11 +119,9 @@ class Kind:
     def __init_subclass__(
         cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
     ) -> None:
-        """Make a kind known.
+        """Make a kind known, by Arrow's types that it reads: of types with parameters any one, see `fits`.
 
-        Args:
-            arrow: The types of Arrow's that it reads; of types with parameters any one, see `fits`.
-            where: Whether it writes the values of a type that no kind ``takes``.
+        It may write the values of types ``where`` that holds, if no kind ``takes`` them.
         """
         cls.is_leaf = cls.is_leaf and not cls.nests
         _TAKES.update(dict.fromkeys(vars(cls).get("takes", ()), cls))
@@ -136,15 +134,9 @@ class Kind:
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        """The column of values, all of one type that it takes.
+        """The column of values, at least one, all of one type that it takes; `UnfitError` if it cannot be.
 
-        Args:
-            values: At least one.
-            encoder: The `ColumnEncoder`, for values inside of these.
-            depth: Of containers around them.
-
-        Raises:
-            UnfitError: If it cannot keep them all.
+        The `ColumnEncoder` is for values inside of these, in so many containers, ``depth``.
         """
         raise UnfitError
 
@@ -206,14 +198,11 @@ def takes_too(python_type: type, kind: type[Kind]) -> None:
 
 
 class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
-    """Base of the kinds that are types of Python, as extension types of Arrow's.
-
-    Attributes:
-        parameters: The type's parameters beside its storage; plain JSON.
-    """
+    """Base of the kinds that are types of Python, as extension types of Arrow's."""
 
     NAME: ClassVar[str]
     OVER: ClassVar[Any]
+    parameters: dict[str, Any]  # beside the storage; plain JSON
 
     def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
         """Make a kind known, under a name in files, over storage of some kinds."""

@@ -127,13 +127,6 @@ def types_of_fields(kind: Any) -> dict[str, Any]:
     return found if len({field.name for field in kind}) == kind.num_fields else {}
 
 
-def has_field(kind: Any, name: str | int) -> bool:
-    """Whether `types_of_fields` has a name; in a tenth of the time where there are many fields."""
-    names = kind.names
-    is_there = name in names and len(set(names)) == len(names)
-    return is_there and not isinstance(kind.field(name).type, Keys)
-
-
 def keys_of(column: Any) -> Any:
     """The column of the keys that each of some structs has; None if all have all keys in one order."""
     place = column.type.get_field_index(Keys.NAME)
