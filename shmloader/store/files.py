@@ -291,11 +291,7 @@ def _chosen(batch: Any, columns: Sequence[str] | None) -> Any:
 
 
 class FileBuffer(SharedBuffer):
-    """A mapped file. It is pickled by its path, to any process of any host that sees the file.
-
-    Attributes:
-        path: The file.
-    """
+    """A mapped file. It is pickled by its ``path``, to any process of any host that sees the file."""
 
     __slots__ = ("_fingerprint", "_is_writable", "path")
 

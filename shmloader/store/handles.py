@@ -66,9 +66,7 @@ class Fingerprint(NamedTuple):
     def open(self, path: str) -> int:
         """Open a path, which must still mean the file with this fingerprint; returns a descriptor.
 
-        Raises:
-            FileNotFoundError: If there is none any more.
-            LoaderError: If it is another one, or has been written to.
+        FileNotFoundError if there is none any more; LoaderError if it is another one, or was written to.
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

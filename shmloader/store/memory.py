@@ -48,13 +48,9 @@ class MemoryWriter:
     """Shared memory while it is written to; a context manager that frees it unless it was sealed."""
 
     def __init__(self, containers: int = 1) -> None:
-        """Make an empty buffer.
+        """Make an empty buffer for so many containers; where there is one, nothing has to be remembered.
 
-        Args:
-            containers: How many will be written; where there is one, nothing has to be remembered.
-
-        Raises:
-            OSError: If the process may open no more descriptors, with how many it has and what to do.
+        OSError if the process may open no more descriptors, with how many it has and what to do.
         """
         try:
             self.out = BufferBuilder()
@@ -220,17 +216,13 @@ class _ChunkSink:
 
     The head is two pieces of metadata: the schema's, and that of the first message with a body. So bodies of
     whole pages lie one behind the other, and the rows of a single column are one tensor to `Store.take`.
-
-    Attributes:
-        head: The head.
-        ended: Whether what follows is only the mark of a stream's end.
     """
 
     closed = False
 
     def __init__(self, out: BufferBuilder) -> None:
         self.head = b""
-        self.ended = False
+        self.ended = False  # whether what follows is only the mark of a stream's end
         self._out = out
 
     def write(self, data: Any) -> int:

@@ -24,13 +24,9 @@ from shmloader.store.views import DictView, ListView, Pairs
 
 
 class RowViews(NamedTuple):
-    """Makes views of large containers in rows: over a store of all items, made with the first one.
+    """Makes views of large containers in rows: over a store of all items, made with the first one."""
 
-    Attributes:
-        heaviest_dict: The weight of the heaviest dict that is built.
-    """
-
-    heaviest_dict: int
+    heaviest_dict: int  # the weight of the heaviest dict that is built
 
     def of_lists(self, items: Any, origin: Origin) -> MakeView:
         """Views of lists, over the items of all."""

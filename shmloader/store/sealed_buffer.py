@@ -150,12 +150,8 @@ ForkingPickler.register(SharedBuffer, lambda buffer: (_attach, (Descriptor(buffe
 class BufferBuilder:
     """Shared memory while it is being filled; a context manager that frees it unless it was sealed.
 
-    Invariant: ``nbytes <= reserved_nbytes``, and there is memory for pages below ``reserved_nbytes``. Pages
-    are reserved before they are written, after a comparison with what the host has.
-
-    Attributes:
-        nbytes: Bytes appended so far, padding included.
-        reserved_nbytes: Bytes reserved so far.
+    Invariant: ``nbytes``, appended so far with padding, ``<= reserved_nbytes``, and there is memory for pages
+    below that. Pages are reserved before they are written, after a comparison with what the host has.
     """
 
     def __init__(self) -> None:
@@ -167,11 +163,7 @@ class BufferBuilder:
         self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that the memory can be ``nbytes`` long in all.
-
-        Raises:
-            SharedMemoryExhausted: With what is missing and what the host has; no page was touched.
-        """
+        """Make sure that the memory can be ``nbytes`` long in all, or raise `SharedMemoryExhausted`."""
         grow_nbytes = nbytes - self.reserved_nbytes
         if grow_nbytes <= 0:
             return

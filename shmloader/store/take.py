@@ -146,11 +146,7 @@ class _Items:
 
 
 class _Pieces:
-    """Pieces of memory that have the rows of a column.
-
-    Attributes:
-        pieces: The pieces.
-    """
+    """Pieces of memory that have the rows of a column."""
 
     def __init__(self, blocks: dict[int, Block], chunks: Chunks) -> None:
         alike: dict[Any, dict[int, Block]] = {}
@@ -209,11 +205,6 @@ class _Piece:
 
     That memory is seen as overlapping items, one every ``unit`` bytes: a unit divides a row's size, the
     distance of rows, and where chunks begin. So rows of all chunks are gathered with one call.
-
-    Attributes:
-        dtype: What the items are.
-        items: All of that memory, as integers.
-        is_plain: Whether row ``n`` is item ``n``: where chunks lie one behind the other.
     """
 
     def __init__(self, found: dict[int, Block], chunks: Chunks) -> None:
@@ -241,7 +232,9 @@ class _Piece:
         for chunk, address in addresses.items():
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
         self._bases = bases
-        self.is_plain = self._step == 1 and not bases.any()
+        self.is_plain = (
+            self._step == 1 and not bases.any()
+        )  # row n is item n: chunks lie one behind the other
 
     def gather(self, rows: Rows, chunk_of: Rows, target: Array) -> None:
         """Gather rows of these chunks into an array, converted where its dtype is another."""

@@ -60,18 +60,11 @@ Place = tuple[int, int]
 
 
 class ColumnEncoder:
-    """Makes columns of values, and of the values inside them.
-
-    Args:
-        earlier: Rows of containers that were written before, by the ``id`` of each object.
-
-    Attributes:
-        classes: The classes that columns name, by these names.
-    """
+    """Makes columns of values, and of the values inside them; links stand for rows that were written before."""
 
     def __init__(self, earlier: Mapping[int, Place] | None = None) -> None:
-        self.classes: dict[str, type] = {}
-        self._earlier = {} if earlier is None else earlier
+        self.classes: dict[str, type] = {}  # that columns name, by these names
+        self._earlier = {} if earlier is None else earlier  # by the ``id`` of each object
         self._rows: set[int] = set()  # by ``id``
 
     def encode(self, values: list[Any], depth: int = 0) -> Any:

@@ -26,11 +26,7 @@ def _microseconds(values: Iterable[dt.timedelta]) -> Array:
 
 
 class _Counts(Kind):
-    """Values that a function makes of a number each: of days, or of microseconds.
-
-    Attributes:
-        maker: Gives that function.
-    """
+    """Values that a function, which ``maker`` gives, makes of a number each: of days, or of microseconds."""
 
     CODE = "q"
     maker: Callable[[Origin], Callable[[int], Any]]
