@@ -195,6 +195,17 @@ def test_numpys_texts_keep_zeros_at_their_end(text: Any) -> None:
     assert share({text: 1}).get(text[:]) == 1
 
 
+def test_tensors_keep_attributes_of_the_programs() -> None:
+    rows = [torch.arange(3), torch.arange(4), torch.zeros(1 << 19)]
+    rows[0].label, rows[2].classes = 7, ["a", "b"]
+    store = share([rows[0], rows[1]] * 20)
+    assert (store[0].label, store[0].tolist(), vars(store[1])) == (7, [0, 1, 2], {})
+    assert share([[rows[0], {1}]])[0][0].label == 7
+    held = share(Holder(data=rows[2])).data
+    assert held is not rows[2]
+    assert held.classes == ["a", "b"]
+
+
 def test_uuids_keep_how_safe_they_are() -> None:
     safe = [uuid.UUID(int=n, is_safe=kind) for n, kind in enumerate(uuid.SafeUUID)]
     assert [row.is_safe for row in share(safe)] == list(uuid.SafeUUID)

@@ -8,7 +8,7 @@ tensor has a storage of its own bytes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -106,8 +106,11 @@ class Arrays(PythonType, name="ndarray"):
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        kind_of: Callable[[Any], Any] = kind_of_tensor if type(values[0]) is torch.Tensor else kind_of_array
-        return union_of(values, list(map(kind_of, values)), cls._of_kind)
+        if type(values[0]) is np.ndarray:
+            return union_of(values, list(map(kind_of_array, values)), cls._of_kind)
+        # A tensor may have attributes of the program's.
+        kinds = [None if value.__dict__ else kind_of_tensor(value) for value in values]
+        return union_of(values, kinds, cls._of_kind)
 
     @classmethod
     def _of_kind(cls, kind: ArrayKind | None, values: list[Any]) -> Any:

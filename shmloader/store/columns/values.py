@@ -314,7 +314,7 @@ class _ObjectPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.str_ or type(value) is np.bytes_:
             return type(value), (value[:],)
-        if type(value) is not torch.Tensor or value.requires_grad:
+        if type(value) is not torch.Tensor or value.requires_grad or value.__dict__:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
             # torch's own way keeps every such tensor that pickle.loads makes alive for good: it expects
