@@ -60,7 +60,7 @@ Place = tuple[int, int]
 
 
 class ColumnEncoder:
-    """Makes columns of values, and of the values inside them; links stand for rows that are written already."""
+    """Makes columns of values, and of those inside them; links stand for rows that were written before."""
 
     def __init__(self, earlier: Mapping[int, Place] | None = None) -> None:
         self.classes: dict[str, type] = {}  # that columns name, by these names
