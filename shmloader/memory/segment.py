@@ -46,8 +46,8 @@ class OwnDescriptor(Descriptor):
     """A file descriptor that is closed when nobody has the object any more."""
 
     def __del__(self, close: Any = os.close) -> None:
-        # A finalizer would run at the interpreter's end before others have stopped to use it; at that end this
-        # module's names may be gone. In a garbage cycle this may come before the owner's `close`.
+        # A finalizer would run at the interpreter's end before others have stopped to use it. This may come
+        # when this module's names are gone and, in a garbage cycle, before the owner's `close`.
         try:  # noqa: SIM105
             self.close(close)
         except OSError:  # the program has closed all that were open

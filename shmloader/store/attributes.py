@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.errors import NotSharedWarning, warn
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas, is_pandas_part
 from shmloader.store import objects, static
@@ -44,13 +45,7 @@ _BLAMED_AT_ONCE = 1 << 14  # elements that are tried together
 _MOST_BLAMED = 8  # keys that lead to an element, in a message
 
 
-def share_graph(
-    root: Any,
-    *,
-    copy: bool = False,
-    only_held: bool = False,
-    in_place: bool = False,
-) -> Any:
+def share_graph(root: Any, *, copy: bool = False, only_held: bool = False, in_place: bool = False) -> Any:
     """Share an object and what it holds, or only what it holds; see `shmloader.share`.
 
     Either in a copy of the object, or ``in_place``: in the object itself, and in others that only it holds.
@@ -92,7 +87,7 @@ def _has_holder(node: Node, replacer: Replacer, graph: Graph) -> bool:
             "something outside of the dataset refers to it too. Give the dataset one of its own: "
             "shmloader.share(...) makes a shared copy"
         )
-        graph.leave(node, objects.estimate_nbytes(node.value), why)
+        graph.leave(node, why)
     return can
 
 
@@ -111,7 +106,7 @@ def _write_if_possible(node: Node, writer: MemoryWriter, graph: Graph, copy: boo
             raise
         # As text: a warning that is kept must not keep the frames, and with them the stores.
         said = f"which cannot be kept ({type(error).__name__}: {error})"
-        graph.leave(node, objects.estimate_nbytes(node.value), _blame(node.value, said))
+        graph.leave(node, _blame(node.value, said))
     writer.rewind(begin)
     return None
 
@@ -169,14 +164,7 @@ def _report(graph: Graph, replaced: Mapping[int, Any]) -> None:
 
 
 def share_for_loader(dataset: Any) -> Any:
-    """Share the contents of a dataset in place, or the dataset itself if it is a plain container.
-
-    Returns:
-        The dataset; the shared one in place of a list, tuple, dict, array or tensor.
-
-    Raises:
-        SharedMemoryExhausted: If the host lacks the memory.
-    """
+    """Share the contents of a dataset in place; returns it, or the shared form of a plain container."""
     is_plain = type(dataset) in (list, tuple, dict, np.ndarray, torch.Tensor)
     if is_plain or objects.is_open(dataset) or is_hugging_face(dataset):
         # A sequence or mapping with a class of its own may give other samples at each access.
@@ -184,7 +172,7 @@ def share_for_loader(dataset: Any) -> Any:
     graph = Graph(dataset)
     if not graph.left:
         why = "it is neither a torch Dataset nor a list, tuple, dict, array or tensor"
-        graph.leave(graph.nodes[id(dataset)], objects.estimate_nbytes(dataset), why)
+        graph.leave(graph.nodes[id(dataset)], why)
     _report(graph, {})
     return dataset
 
@@ -218,31 +206,25 @@ def _write(node: Node, writer: MemoryWriter, copy: bool) -> Make:
         return _write_array(value, writer)
     if node.plan == "rows":
         return _write_rows(value, writer, copy)
-    # Objects of other libraries keep their classes.
-    if is_arrow(value):
-        return _write_in_place(value, writer)
-    if is_pandas_part(value):
+    if is_pandas_part(value):  # objects of other libraries keep their classes
         return _write_pandas(value, writer)
-    make = _write_in_place(value.table, writer)
-    return lambda buffer: sys.modules["datasets.table"].InMemoryTable(make(buffer))
+    make = _write_in_place(value if is_arrow(value) else value.table, writer)
+    return make if is_arrow(value) else lambda it: sys.modules["datasets.table"].InMemoryTable(make(it))
 
 
 def _write_array(value: Any, writer: MemoryWriter) -> Make:
-    """Write an ndarray or a tensor.
-
-    Raises:
-        TypeError: If it is one small value, or a tensor that cannot be shared.
-    """
+    """Write an ndarray or a tensor; TypeError if it is one small value, or a tensor that cannot be shared."""
     if isinstance(value, torch.Tensor):
         resolved = value.resolve_conj().resolve_neg() if not value.requires_grad else value
-        if not objects.is_shareable_tensor(resolved) or not value.dim():
+        if kind_of_tensor(resolved) is None or not value.dim():
             raise TypeError(
                 "only dense CPU tensors without gradients, of at least one dimension, can be shared; this "
                 f"one has {value.dim()} dimensions, {value.dtype}, {value.layout}, device {value.device}, "
                 f"requires_grad={value.requires_grad}. See Tensor.detach(), Tensor.cpu(), Tensor.to_dense() "
                 "and Tensor.reshape(1)."
             )
-        return writer.array(resolved)
+        make, attributes = writer.array(resolved), dict(value.__dict__)
+        return (lambda buffer: _with_attributes(make(buffer), attributes)) if attributes else make
     if not value.ndim and value.nbytes < objects.LEAST_NBYTES:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
@@ -251,6 +233,11 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     if value.dtype.hasobject:
         raise TypeError(f"an array of Python objects with {value.ndim} dimensions: share a list of its rows")
     return writer.array(value)
+
+
+def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
 def _write_rows(value: Any, writer: MemoryWriter, copy: bool) -> Make:
@@ -363,11 +350,7 @@ def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:
 
 def _reduce_arrow_backed(array: Any, _: MappedFiles | None) -> Any:
     """The pickle of a pandas array over Arrow's, without the copy that pandas makes first."""
-    return _arrow_backed, (array.dtype, array.__arrow_array__())
-
-
-def _arrow_backed(dtype: Any, data: Any) -> Any:
-    return dtype.__from_arrow__(data)
+    return array.dtype.__from_arrow__, (array.__arrow_array__(),)
 
 
 def _with_texts_in_arrow(value: Any) -> Any:
@@ -388,11 +371,9 @@ def _with_texts_in_arrow(value: Any) -> Any:
             return series
         return series.astype(of_texts)
 
-    if isinstance(value, pd.Series):
-        return texts(value)
     if isinstance(value, pd.DataFrame):
         value = value.copy(deep=False)
         for number, kind in enumerate(value.dtypes):
             if getattr(kind, "hasobject", False):
                 value.isetitem(number, texts(value.iloc[:, number]))
-    return value
+    return texts(value) if isinstance(value, pd.Series) else value

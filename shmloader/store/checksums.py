@@ -9,7 +9,6 @@ that damage to one does not make the file look like one of another program. So a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
@@ -34,11 +33,7 @@ def add_checksums(file: BinaryIO) -> None:
 
 
 def check(path: str) -> bool:
-    """Read a whole file and compare it with its checksums; False if it has none.
-
-    Raises:
-        ValueError: If a block is not as it was written.
-    """
+    """Read a whole file and compare it with its checksums, or raise ValueError; False if it has none."""
     with Path(path).open("rb") as file:
         end = _begin_of_footer(file) - _RECORD.size
         if end < 0:
@@ -77,10 +72,6 @@ def _begin_of_footer(file: BinaryIO) -> int:
 
 def _checksums_of(file: BinaryIO, nbytes: int) -> bytes:
     """The CRC-32 of each block of the first bytes, four bytes for each."""
-
-    def blocks() -> Iterator[bytes]:
-        file.seek(0)
-        for begin in range(0, nbytes, _BLOCK_NBYTES):
-            yield file.read(min(_BLOCK_NBYTES, nbytes - begin))
-
-    return b"".join(crc32(block).to_bytes(4, "little") for block in blocks())
+    file.seek(0)
+    sizes = (min(_BLOCK_NBYTES, nbytes - begin) for begin in range(0, nbytes, _BLOCK_NBYTES))
+    return b"".join(crc32(file.read(size)).to_bytes(4, "little") for size in sizes)

@@ -21,14 +21,13 @@ from shmloader.store.columns.kind import (
     COLUMN,
     Origin,
     Reader,
-    Views,
     dictionary_outside,
     find_types,
     reader_of,
     types_in,
 )
 from shmloader.store.columns.mixed import Links
-from shmloader.store.columns.records import has_field, structs_of, types_of_fields
+from shmloader.store.columns.records import Keys, structs_of
 from shmloader.store.handles import reduce_arrow_buffer, register
 from shmloader.store.saving import form_of
 from shmloader.store.sealed_buffer import SharedBuffer
@@ -41,40 +40,22 @@ Path = tuple[str | int, ...]
 
 @dataclass(eq=False, repr=False)
 class Chunks:
-    """The columns of a store.
+    """The columns of a store."""
 
-    Args:
-        classes: Classes that are known already.
-
-    Attributes:
-        memories: The memory that each chunk lies in.
-        batches: Each chunk, as a record batch.
-        buffer: The memory of all; for several files that of the first one.
-        nbytes: Bytes of memory, or of the files.
-        made_by: How other processes make the chunks: a function, and its arguments before the classes.
-        python_nbytes: Estimated bytes of the rows as Python objects; 0 if unknown.
-        links: The chunks that links in the columns lead to, by number.
-        pickles: Whether pickled values may be read.
-        sources: The file that each chunk was read from; empty for data of this program.
-        starts: The first row of each chunk, and the number of rows.
-        finder: Finds the classes that the columns name.
-    """
-
-    memories: list[SharedBuffer]
-    batches: list[Any]
-    buffer: SharedBuffer
-    nbytes: int
-    classes: InitVar[Classes]
-    made_by: tuple[Any, ...]
-    python_nbytes: int = 0
-    links: Mapping[int, Chunks] = field(default_factory=dict)
-    pickles: bool = True
-    sources: Sequence[str] = ()
+    memories: list[SharedBuffer]  # that each chunk lies in
+    batches: list[Any]  # each chunk
+    nbytes: int  # of memory, or of the files
+    classes: InitVar[Classes]  # that are known already
+    made_by: tuple[Any, ...]  # how other processes make the chunks: a function, and arguments before classes
+    python_nbytes: int = 0  # of the rows as Python objects, estimated; 0 if unknown
+    links: Mapping[int, Chunks] = field(default_factory=dict)  # what links in the columns lead to, by number
+    pickles: bool = True  # whether pickled values may be read
+    sources: Sequence[str] = ()  # the file that each chunk was read from; empty for data of this program
 
     def __post_init__(self, classes: Classes) -> None:
         self._columns: dict[int, Any] = {}  # made when asked for: a file may have very many batches
-        self.starts: list[int] = [0, *accumulate(map(len, self.batches))]
-        self.finder = ClassFinder(classes)
+        self.starts: list[int] = [0, *accumulate(map(len, self.batches))]  # first rows; the number of all
+        self.finder = ClassFinder(classes)  # of the classes that the columns name
 
     def column(self, chunk: int) -> Any:
         """The rows of a chunk as one array: a struct of the batch's columns, or its only column."""
@@ -109,7 +90,7 @@ def chunks_in_memory(
     nbytes = sum(sum(place[1::2]) - sum(place[::2]) for place in places)
     told = python_nbytes, links, pickles, sources
     made_by = chunks_in_memory, buffer, places, *told
-    return Chunks([buffer] * len(batches), batches, buffer, nbytes, classes, made_by, *told)
+    return Chunks([buffer] * len(batches), batches, nbytes, classes, made_by, *told)
 
 
 def items_of_rows(
@@ -124,7 +105,7 @@ def items_of_rows(
     batch = pa.RecordBatch.from_arrays([items], schema=pa.schema([pa.field("", items.type)], COLUMN))
     made_by = items_of_rows, items, memory, links, pickles, source
     nbytes, sources = items.get_total_buffer_size(), [source] * bool(source)
-    return Chunks([memory], [batch], memory, nbytes, classes, made_by, 0, links, pickles, sources)
+    return Chunks([memory], [batch], nbytes, classes, made_by, 0, links, pickles, sources)
 
 
 class _ChunkSource:
@@ -161,8 +142,10 @@ def field_of(column: Any, name: str | int) -> Any:
     structs = structs_of(column)
     if structs is not None and not structs.null_count:
         if isinstance(name, int) and structs is not column and 0 <= name < structs.type.num_fields:
-            name = dict(enumerate(types_of_fields(structs.type))).get(name, name)
-        if has_field(structs.type, name):
+            name = structs.type.field(name).name
+        names = structs.type.names  # types_of_fields would take ten times as long, where there are many
+        is_there = name in names and len(set(names)) == len(names)
+        if is_there and not isinstance(structs.type.field(name).type, Keys):
             return structs.field(str(name))
     raise KeyError(name)
 
@@ -173,24 +156,17 @@ class Column:
 
     A reader is made when a row of its chunk is first read. Readers do not refer to this object, so no cycle
     of references keeps the memory.
-
-    Attributes:
-        chunks: The chunks.
-        path: The field; empty for the rows.
-        copy: Whether arrays and tensors are private copies.
-        views: See `Origin`.
-        starts: See `Chunks`.
-        readers: Chunk ``c``'s reader, of row numbers in the chunk, is at ``c + 1``, the result of bisecting
-            the starts. Both ends stay None: no such row.
     """
 
     chunks: Chunks
-    path: Path = ()
-    copy: bool = False
-    views: Views | None = None
+    path: Path = ()  # the field; empty for the rows
+    copy: bool = False  # this and the next one: see `Origin`
+    views: Any = None
 
     def __post_init__(self) -> None:
         self.starts = self.chunks.starts
+        # Chunk c's reader, of row numbers in the chunk, is at c + 1, the result of bisecting the starts.
+        # Both ends stay None: no such row.
         self.readers: list[Reader | None] = [None] * (len(self.starts) + 1)
         links = self.chunks.links.items()
         self._links = {link: replace(self, chunks=linked, path=()) for link, linked in links}

@@ -91,18 +91,19 @@ def listed(names: Iterable[str]) -> str:
 def describe_columns(
     columns: list[Any], type_of_link: Callable[[int], Any]
 ) -> tuple[str, tuple[FieldDescription, ...]]:
-    """The kind and the fields of rows.
-
-    Args:
-        columns: The rows of each chunk.
-        type_of_link: Gives the type of the values that a link leads to.
-    """
+    """The kind and the fields of rows, given those of each chunk; a link is described as what it leads to."""
     fields: dict[str, list[Any]] = {}
     for column in columns:
-        for name, part in _parts_of(column):
+        structs = structs_of(column)
+        names = () if structs is None else types_of_fields(structs.type)
+        for name, part in [(name, structs.field(name)) for name in names] or [("", column)]:
             fields.setdefault(name, []).append(part)
     described = tuple(_describe(name, parts, type_of_link) for name, parts in fields.items())
-    return ("records" if any(fields) else _kind_of(columns)), described
+    if any(fields):
+        return "records", described
+    if any(pa.types.is_union(column.type) for column in columns):
+        return "mixed", described  # in a word: it has many parts
+    return " or ".join(dict.fromkeys(type_name(column.type) for column in columns)) or "objects", described
 
 
 def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -> FieldDescription:
@@ -113,16 +114,3 @@ def _describe(name: str, parts: list[Any], type_of_link: Callable[[int], Any]) -
     why = f"no column gives back {', '.join(classes)} as given" if classes else None
     nbytes = sum(part.get_total_buffer_size() for part in parts)  # .nbytes trusts a file's offsets
     return FieldDescription(name, " or ".join(dict.fromkeys(map(type_name, kinds))), nbytes, why)
-
-
-def _parts_of(column: Any) -> list[tuple[str, Any]]:
-    structs = structs_of(column)
-    names = () if structs is None else types_of_fields(structs.type)
-    return [(name, structs.field(name)) for name in names] or [("", column)]
-
-
-def _kind_of(columns: list[Any]) -> str:
-    """The type of rows without fields, in a word where it has many parts."""
-    if any(pa.types.is_union(column.type) for column in columns):
-        return "mixed"
-    return " or ".join(dict.fromkeys(type_name(column.type) for column in columns)) or "objects"

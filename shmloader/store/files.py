@@ -110,10 +110,8 @@ def checked_rows(
             _check_columns(one, schema, columns, allow_pickle=allow_pickle)
             new_form = _checked_form(schema)
         new_names = [name for name in schema.names if name != Keys.NAME]
-        is_alike = new_names == names and all(
-            new_form.get(key) == form.get(key) for key in ("rows", "missing")
-        )
-        if one != paths[0] and not is_alike:
+        is_alike = all(new_form.get(key) == form.get(key) for key in ("rows", "missing"))
+        if one != paths[0] and not (is_alike and new_names == names):
             raise ValueError(
                 f"{one} has other rows than {paths[0]}: {new_form['rows']} of {listed(new_names)} "
                 f"instead of {form['rows']} of {listed(names)}"
@@ -235,7 +233,8 @@ def _decoded_batches(path: str, columns: Sequence[str] | None) -> Iterator[Any]:
     if _magic_of(path) == PARQUET_MAGIC:
         with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as parquet:
             chosen = None if columns is None else [*columns, Keys.NAME]
-            if any(map(_is_over_dictionary, parquet.schema_arrow.types)):
+            kinds = [one for kind in parquet.schema_arrow.types for one in types_in(kind)]
+            if any(isinstance(one, PythonType) and arrow.is_dictionary(one.storage_type) for one in kinds):
                 # For these, Arrow's iter_batches ends the process.
                 for group in range(parquet.num_row_groups):
                     yield from parquet.read_row_group(group, columns=chosen, use_threads=False).to_batches()
@@ -268,13 +267,6 @@ def _rows_at_once(parquet: pq.ParquetFile, columns: Sequence[str] | None) -> int
     return max(1, min(_MOST_BATCH_ROWS, int(most / max(sizes))))
 
 
-def _is_over_dictionary(kind: Any) -> bool:
-    """Whether a type, or one inside of it, is an extension type over a dictionary."""
-    return any(
-        isinstance(one, PythonType) and arrow.is_dictionary(one.storage_type) for one in types_in(kind)
-    )
-
-
 def _reader_of(memory: FileBuffer) -> Any:
     """Arrow's reader of an IPC file or stream."""
     whole, begin = pa.py_buffer(memory.view), memory.view[: len(FILE_MAGIC)]
@@ -299,11 +291,7 @@ def _chosen(batch: Any, columns: Sequence[str] | None) -> Any:
 
 
 class FileBuffer(SharedBuffer):
-    """A mapped file. It is pickled by its path, to any process of any host that sees the file.
-
-    Attributes:
-        path: The file.
-    """
+    """A mapped file. It is pickled by its ``path``, to any process of any host that sees the file."""
 
     __slots__ = ("_fingerprint", "_is_writable", "path")
 
@@ -351,4 +339,4 @@ def chunks_in_files(
                     sources.append(path)
     nbytes = sum(memory.nbytes for memory in memories)
     made_by = chunks_in_files, files, columns, pickles
-    return Chunks(where, batches, memories[0], nbytes, classes, made_by, pickles=pickles, sources=sources)
+    return Chunks(where, batches, nbytes, classes, made_by, pickles=pickles, sources=sources)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_table_in_memory
 from shmloader.store import objects, static
 from shmloader.store.handles import MappedFiles, is_shared
@@ -27,30 +28,19 @@ _MOST_SECONDS = 2.0
 _Label = str | tuple[Any]
 """The step from a holder to an object: an attribute with its dot, or an index or key in a tuple."""
 
-_Plan = Literal["array", "rows", "foreign"]
+_Plan = Literal["array", "rows", "foreign"]  # the last: an object of another library
 _Held = Iterable[tuple[_Label, Any]]
 
 
 class Node:
-    """One object of the graph.
-
-    Attributes:
-        value: The object.
-        label: The step from its holder to it.
-        holder: What holds it; None for the root.
-        plan: The form in which it is shared: an array, a container of rows, an object of another library
-            (``foreign``); None if it is not shared itself.
-        parents: Keys of the nodes that hold it.
-    """
+    """One object of the graph: the ``value``, the step to it, and its ``holder``, if it is not the root."""
 
     __slots__ = ("holder", "label", "parents", "plan", "value")
 
     def __init__(self, value: Any, label: _Label, holder: Node | None = None) -> None:
-        self.value = value
-        self.label = label
-        self.holder = holder
-        self.plan: _Plan | None = None
-        self.parents: list[int] = []
+        self.value, self.label, self.holder = value, label, holder
+        self.plan: _Plan | None = None  # None if it is not shared itself
+        self.parents: list[int] = []  # the keys of all nodes that hold it
 
     def share_as(self, plan: _Plan) -> None:
         """Decide the form in which it is shared."""
@@ -72,23 +62,12 @@ class Node:
 
 
 class Graph:
-    """The objects that can be reached from a root, by ``id``; every object stays alive through its node.
-
-    Attributes:
-        nodes: The objects.
-        left: Large objects that cannot be shared: for each its size and a sentence.
-        stopped: The object at which the walk was given up, for its length; None if it saw everything.
-    """
+    """The objects that can be reached from a root, by ``id``; every object stays alive through its node."""
 
     def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
-        """Walk through an object and all that it holds.
-
-        Args:
-            root: The object.
-            is_asked_for: Whether to share it whatever its size.
-        """
-        self.left: list[tuple[Node, int, str]] = []
-        self.stopped: Node | None = None
+        """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size."""
+        self.left: list[tuple[Node, int, str]] = []  # large ones that cannot be shared: size, and why
+        self.stopped: Node | None = None  # where the walk was given up, for its length
         self._files = MappedFiles()
         self._open_classes: set[int] = set()  # by ``id``, as a metaclass may define a hash
         node = Node(root, static.name_of(type(root)))
@@ -149,7 +128,10 @@ class Graph:
         if objects.container_kind(value) is not None:
             return self._open_container(node)
         if is_hugging_face(value):
-            return objects.elements_of(value) if is_a(value, dict) else objects.tables_of(value)
+            # Of a dataset the tables in memory: of its rows, and of its indices if it was shuffled.
+            held = objects.attributes_of(value)
+            tables = [one for one in held if is_table_in_memory(one[1])]
+            return objects.elements_of(value) if is_a(value, dict) else tables
         if objects.is_open(value):
             self._open_classes.add(id(type(value)))
             return objects.attributes_of(value)
@@ -159,43 +141,41 @@ class Graph:
     def _look_at_data(self, node: Node) -> None:
         value = node.value
         if type(value) is np.ndarray or type(value) is torch.Tensor:
-            nbytes = objects.estimate_nbytes(value)
-            if isinstance(value, np.ndarray) or value.layout is torch.strided:
-                nbytes = max(nbytes, value.nbytes)  # overlapping items are pickled one by one
-            self._look_at_array(node, nbytes)
+            self._look_at_array(node)
         elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
                 node.share_as("foreign")
         elif is_a(value, np.ndarray):
             if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
-                self.leave(node, objects.estimate_nbytes(value), _WHY_NOT)
+                self.leave(node, _WHY_NOT)
         elif type(value) is types.MappingProxyType or (
             static.base_of(value) is not None and all(map(objects.is_data, objects.some(value)))
         ):
-            self.leave(node, objects.estimate_nbytes(value), _WHY_NOT)
+            self.leave(node, _WHY_NOT)
         else:
-            self.leave(node, static.sizeof(value), _WHY_NOT)  # a text, bytes, an array.array
+            self.leave(node, _WHY_NOT, static.sizeof(value))  # a text, bytes, an array.array
 
-    def _look_at_array(self, node: Node, nbytes: int) -> None:
-        value = node.value
+    def _look_at_array(self, node: Node) -> None:
+        value, nbytes = node.value, objects.estimate_nbytes(node.value)
+        if isinstance(value, np.ndarray) or value.layout is torch.strided:
+            nbytes = max(nbytes, value.nbytes)  # overlapping items are pickled one by one
         if nbytes < objects.LEAST_NBYTES or is_shared(value, self._files):
             return
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
-            self.leave(node, nbytes, why)
-        elif isinstance(value, np.ndarray) or objects.is_shareable_tensor(value):
+            self.leave(node, why, nbytes)
+        elif isinstance(value, np.ndarray) or kind_of_tensor(value) is not None:
             node.share_as("array")
         elif value.device.type == "cpu":
             why = "only dense tensors that do not require grad can be shared: see Tensor.detach"
-            self.leave(node, nbytes, why)
+            self.leave(node, why, nbytes)
 
     def _open_container(self, node: Node) -> _Held:
         value = node.value
         if not all(map(objects.is_data, objects.some(value))):
             if static.length(value) <= objects.MOST_WALKED and objects.container_kind(value) is not set:
                 return objects.elements_of(value)
-            why = blame(value, objects.is_data, "which is more than data")
-            self.leave(node, objects.estimate_nbytes(value), why)
+            self.leave(node, blame(value, objects.is_data, "which is more than data"))
         elif objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
             if objects.is_few_large(value):
                 return objects.elements_of(value)
@@ -226,8 +206,9 @@ class Graph:
                 todo += held[key]
         return found
 
-    def leave(self, node: Node, nbytes: int, why: str) -> None:
-        """Note that a thing cannot be shared, if it is large."""
+    def leave(self, node: Node, why: str, nbytes: int | None = None) -> None:
+        """Note that a thing cannot be shared, if it is large: by these bytes, or else by an estimate."""
+        nbytes = objects.estimate_nbytes(node.value) if nbytes is None else nbytes
         if nbytes >= objects.LEAST_NBYTES:
             self.left.append((node, nbytes, why))
 

@@ -1,7 +1,7 @@
 """Plain arrays, tensors and Arrow buffers, which other processes get by handle.
 
 ``share(array)`` is an ordinary ndarray, and so is each view of it. Only ``multiprocessing``'s own pickler can
-pass descriptors; so it is told (`register_reducers`) to look at where the items of an ndarray, a tensor or an
+pass descriptors; so it is told (`register`) to look at where the items of an ndarray, a tensor or an
 Arrow buffer lie:
 
 * in a buffer of shmloader's: the buffer's descriptor is sent, and the view is made anew over it;
@@ -23,6 +23,7 @@ changed its own copy of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -65,9 +66,7 @@ class Fingerprint(NamedTuple):
     def open(self, path: str) -> int:
         """Open a path, which must still mean the file with this fingerprint; returns a descriptor.
 
-        Raises:
-            FileNotFoundError: If there is none any more.
-            LoaderError: If it is another one, or has been written to.
+        FileNotFoundError if there is none any more; LoaderError if it is another one, or was written to.
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -104,11 +103,7 @@ class MappedItems(NamedTuple):
     mode: str
 
     def check(self, now: os.stat_result) -> None:
-        """Refuse a file that was replaced, or is too short: reading beyond its end is a bus error.
-
-        Raises:
-            LoaderError: If it is.
-        """
+        """Refuse a file that was replaced, or is too short: reading beyond its end is a bus error."""
         if not os.path.samestat(self.status, now):
             raise LoaderError(
                 f"the file {self.path!r}, which the dataset has as an np.memmap, was replaced by another one "
@@ -145,11 +140,7 @@ class MappedFiles:
         self._known: list[_Area] | None = None
 
     def items_at(self, low: int, high: int) -> MappedItems | None:
-        """The items in a file that lie at these addresses; None if none do.
-
-        Raises:
-            LoaderError: If the file has become too short for them.
-        """
+        """The items in a file that lie at these addresses; None if none do. The file must still have them."""
         areas = self._areas_at(low, high)
         path = areas[0].path if areas else ""
         # torch's own shared memory has names, too, while it lives.
@@ -171,22 +162,17 @@ class MappedFiles:
 
     def _areas_at(self, low: int, high: int) -> list[_Area]:
         if self._known is None:
-            self._known = _areas_of_this_process()
+            known, text = list[_Area](), ""
+            with contextlib.suppress(OSError):  # the system does not tell
+                text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
+            for line in text.splitlines():
+                bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
+                if path and path[0].startswith("/"):
+                    begin, end = (int(bound, 16) for bound in bounds.split("-"))
+                    name = path[0].replace("\\012", "\n")
+                    known.append(_Area(begin, end, rights, int(offset, 16), name))
+            self._known = known
         return [area for area in self._known if area.begin < high and low < area.end]
-
-
-def _areas_of_this_process() -> list[_Area]:
-    try:
-        text = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:  # the system does not tell
-        return []
-    areas = []
-    for line in text.splitlines():
-        bounds, rights, offset, _, _, *path = line.split(maxsplit=5)
-        if path and path[0].startswith("/"):
-            begin, end = (int(bound, 16) for bound in bounds.split("-"))
-            areas.append(_Area(begin, end, rights, int(offset, 16), path[0].replace("\\012", "\n")))
-    return areas
 
 
 def _is_changed(low: int, high: int) -> bool:
@@ -237,11 +223,7 @@ def bounds_of(value: Any) -> tuple[int, int]:
 def _handle(
     value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES, *, is_writable: bool = False
 ) -> tuple[int, Any]:
-    """The lowest address of an array or tensor, and a handle of its memory.
-
-    Returns:
-        A buffer and an offset, or `MappedItems`; None if it is sent by its contents.
-    """
+    """The lowest address of an array or tensor, and a handle of its memory; None if its contents are sent."""
     low, high = bounds_of(value)
     buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
     if buffer is not None:
@@ -253,9 +235,7 @@ def _handle(
 def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     """The pickle of an array by handle; None if it is sent by its contents.
 
-    Args:
-        array: Any ndarray.
-        files: The mapped files, where the other process may open them by their paths.
+    The other process must be able to open the mapped ``files``, if there are any, by their paths.
     """
     if array.dtype.hasobject or not array.size:
         return None
@@ -300,7 +280,8 @@ def _bytes_over(handle: Any, *, writable: bool) -> Any:
     return np.frombuffer(buffer.private if writable else buffer.view, np.uint8, nbytes, offset)
 
 
-def _reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
+def reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
+    """The pickle of a tensor by handle; see `reduce_array`."""
     if tensor.requires_grad or tensor.dtype not in CODE_OF_TORCH_DTYPE or not _is_dense(tensor):
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
@@ -317,11 +298,7 @@ def tensor_over(handle: Any, code: int, shape: tuple[int, ...], strides: tuple[i
 
 
 class _Reducer:
-    """A reducer for objects of one type, which ``multiprocessing``'s pickler calls.
-
-    Attributes:
-        by_handle: Gives the pickle of an object by handle; None if it is pickled as usual.
-    """
+    """A reducer for objects of one type, which ``multiprocessing``'s pickler calls."""
 
     def __init__(self, kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) -> None:
         self.by_handle = by_handle
@@ -354,16 +331,6 @@ def register(kind: type, by_handle: Callable[[Any, MappedFiles | None], Any]) ->
     """Make ``multiprocessing``'s pickler, and `pack`, send objects of exactly this type by handle."""
     if not isinstance(_reducer_of(kind), _Reducer):
         ForkingPickler.register(kind, _Reducer(kind, by_handle))
-
-
-def register_reducers() -> None:
-    """Make ``multiprocessing`` send arrays and tensors by handle.
-
-    The modules of stores call this, so that pickling is unchanged in a program without stores.
-    """
-    register(np.ndarray, reduce_array)
-    register(np.memmap, reduce_array)
-    register(torch.Tensor, _reduce_tensor)
 
 
 def reduce_arrow_buffer(buffer: Any, _: MappedFiles | None) -> Any:
@@ -416,11 +383,9 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(value: Any) -> tuple[bytes, list[SharedBuffer]]:
-    """Pickle any object that may contain stores, for a process of this host.
+    """Pickle an object that may contain stores for a process of this host, without the shared memory.
 
-    Returns:
-        The pickle, without the shared memory, and the buffers that it refers to. They reach the other
-        process by their descriptors.
+    The buffers that the pickle refers to reach the other process by their descriptors.
     """
     file, buffers = io.BytesIO(), list[SharedBuffer]()
     _Packer(file, buffers).dump(value)

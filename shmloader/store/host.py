@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _Object = TypeVar("_Object")
 _Rows = Sequence[_Object] | Iterator[_Object]
 
-_PROTOCOL = 2
+_PROTOCOL = 3
 _MOST_COPIED_NBYTES = 16 << 20  # of contents that are not in shared memory, in each rank
 _RETRY_S = 0.005
 _MOST_WAIT_MS = (1 << 31) - 1  # that ``poll`` takes: 24 days
@@ -159,12 +159,8 @@ def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.s
     finally:
         listener.close()
     _hold(holder, buffers)
-    _log.info(
-        "share_on_host %r: built %s bytes in %.1f s",
-        name,
-        f"{_nbytes(buffers):,}",
-        time.monotonic() - began_s,
-    )
+    nbytes = sum(buffer.nbytes for buffer in buffers)
+    _log.info("share_on_host %r: built %s bytes in %.1f s", name, f"{nbytes:,}", time.monotonic() - began_s)
     return shared
 
 
@@ -238,11 +234,9 @@ def _tell_failure(listener: socket.socket, error: Exception, name: str) -> None:
 
 
 def _ask(address: str, name: str, deadline_s: float, timeout_s: float) -> tuple[int, list[int], Any] | None:
-    """Ask for the object and wait for it.
+    """Ask for the object and wait: the kind of answer, its descriptors and the connection to hold.
 
-    Returns:
-        The kind of answer, its descriptors and the connection to hold; None if the process at this name
-        ended, or has not begun to listen, so that the name has to be tried anew.
+    None if the process at this name ended, or has not begun to listen, so that the name has to be tried anew.
     """
     with contextlib.ExitStack() as unless_answered:
         connection = unless_answered.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -283,7 +277,7 @@ def _receive(
     if not text:
         _log.info("share_on_host %r: process %d ended before it was done", name, pid)
         return None
-    _, kind, due = HEADER.unpack(text)
+    kind, due = HEADER.unpack(text)
     if is_short:
         for fd in fds:
             os.close(fd)
@@ -318,7 +312,8 @@ def _take(answer: tuple[int, list[int], socket.socket], name: str, way: str) -> 
                 "arguments. All ranks have to build the same: give different objects different names"
             )
         _hold(connection, buffers)
-    _log.info("share_on_host %r: attached to %s bytes", name, f"{_nbytes(buffers):,}")
+    nbytes = sum(buffer.nbytes for buffer in buffers)
+    _log.info("share_on_host %r: attached to %s bytes", name, f"{nbytes:,}")
     return shared
 
 
@@ -344,10 +339,6 @@ def _hold(connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
     for buffer in buffers:
         # The finalizer's arguments are what holds: nothing runs when it is called.
         weakref.finalize(buffer, lambda _: None, hold).atexit = False
-
-
-def _nbytes(buffers: Sequence[SharedBuffer]) -> int:
-    return sum(buffer.nbytes for buffer in buffers)
 
 
 def _buffer_of(data: bytes) -> SharedBuffer:

@@ -19,10 +19,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-HEADER = struct.Struct("<4sII")
-"""The text of an answer: `MAGIC`, the kind, and the number of descriptors that come with it."""
+HEADER = struct.Struct("<II")
+"""The text of an answer: the kind, and the number of descriptors that come with it."""
 
-MAGIC = b"shml"
 READY, FAILED = 1, 2  # the object; the exception that building it raised
 
 MOST_FDS = 250
@@ -40,14 +39,10 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def answer(connection: socket.socket, kind: int, fds: Sequence[int]) -> None:
-    """Send an answer. Waits while this user has too many descriptors on their way already.
-
-    Raises:
-        OSError: If the other end is gone.
-    """
+    """Send an answer. Waits while this user has too many descriptors on their way already."""
     while True:
         try:
-            socket.send_fds(connection, [HEADER.pack(MAGIC, kind, len(fds))], list(fds))
+            socket.send_fds(connection, [HEADER.pack(kind, len(fds))], list(fds))
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
@@ -57,13 +52,7 @@ def answer(connection: socket.socket, kind: int, fds: Sequence[int]) -> None:
 
 
 class Server:
-    """Sends the same descriptors to everyone who connects, while anyone is connected.
-
-    Args:
-        listener: Bound and listening, non-blocking.
-        holder: The connection to the builder.
-        fds: What to send: the layout's memory file first.
-    """
+    """Sends the same descriptors, the layout's first, to everyone who connects, while anyone is connected."""
 
     def __init__(self, listener: socket.socket, holder: socket.socket, fds: Sequence[int]) -> None:
         self._listener = listener

@@ -26,14 +26,7 @@ _PLAIN = (str, bytes, int, float, bool, type(None), Path)
 
 
 def job_of_process(name: str) -> list[str]:
-    """The identity of the run that this process is a rank of.
-
-    Args:
-        name: Of the object, for errors.
-
-    Raises:
-        LoaderError: If ranks were started by something that gives them no identity.
-    """
+    """The identity of the run that this process is a rank of; LoaderError if its launcher gives it none."""
     initial = _initial_environment()
     if "TORCHELASTIC_RUN_ID" in initial:
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")

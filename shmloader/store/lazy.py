@@ -74,26 +74,16 @@ class _Span(SharedBuffer):
     def __init__(self, batches: list[Any]) -> None:
         buffers = [one for batch in batches for column in batch.columns for one in column.buffers() if one]
         places = [(one.address, one.address + one.size) for one in buffers if one.size] or [(0, 0)]
-        self.batches = batches
+        self.batches, self.mapping = batches, None
         self.address, end = min(places)[0], max(end for _, end in places)
         self.nbytes = end - self.address
-
-    @property
-    def mapping(self) -> Any:  # type: ignore[override]
-        """The mapping; made when asked for, since a view keeps this object. See `SharedBuffer`."""
-        return self.view
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Row groups that lie in memory together: they were read with one call, or are gathered from with one.
+    """Row groups that lie in memory together: they were read with one call, or are gathered from with one."""
 
-    Attributes:
-        shifts: From a row's number in the files to that in the store, by row group.
-        store: The rows.
-    """
-
-    shifts: dict[int, int]
+    shifts: dict[int, int]  # from a row's number in the files to that in the store, by row group
     store: RowStore
 
 
@@ -293,7 +283,7 @@ class LazyStore(Store):
         memory, nbytes = _Span(batches), sum(batch.get_total_buffer_size() for batch in batches)
         where: list[SharedBuffer] = [memory] * len(batches)
         found, pickles = self._finder.found, self._pickles
-        chunks = Chunks(where, batches, memory, nbytes, found, (), pickles=pickles, sources=sources)
+        chunks = Chunks(where, batches, nbytes, found, (), pickles=pickles, sources=sources)
         return RowStore(chunks, views=None)
 
     def _tell_of_waste(self) -> None:

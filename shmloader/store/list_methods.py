@@ -6,20 +6,13 @@ Results that a list would give as a new list are lists, in the memory of this pr
 from __future__ import annotations
 
 import operator
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from shmloader.codec.array_kinds import (
-    Array,
-    ArrayKind,
-    array_of_tensor,
-    kind_of_tensor,
-    wrap_array,
-)
+from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.store.columns.values import KIND_OF_SCALAR
 
@@ -35,10 +28,6 @@ else:
 _NUMBERS = frozenset(KIND_OF_SCALAR.values())
 
 
-def _has_no_name_in_numpy(kind: ArrayKind) -> bool:
-    return kind.torch_dtype is not None and not DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
-
-
 def _as_lists(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """A comparison of a store with a list or another store."""
 
@@ -49,11 +38,9 @@ def _as_lists(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]
 
 
 class ListMethods(Sequence[RowT_co]):
-    """Methods of lists, derived from ``__len__``, ``__getitem__`` and ``take``."""
+    """Methods of lists, derived from ``__len__``, ``__getitem__`` and ``take``, for which see `Store`."""
 
-    @abstractmethod
-    def take(self, indices: Any, out: Any = None) -> Any:
-        """See `Store.take`."""
+    take: Callable[..., Any]
 
     def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
         """Consecutive rows as a view of memory, and the kind of array that they become.
@@ -64,9 +51,8 @@ class ListMethods(Sequence[RowT_co]):
 
     def numbers(self) -> list[Any] | None:
         """All rows as a list, made at once, where they are Python's numbers or lists of these; else None."""
-        found = self._as_array()
-        is_plain = found is not None and found[1] in _NUMBERS and found[0].ndim <= 2
-        return found[0].tolist() if found is not None and is_plain else None
+        array, kind = self._as_array() or (None, None)
+        return array.tolist() if array is not None and kind in _NUMBERS and array.ndim <= 2 else None
 
     def _as_array(self) -> tuple[Array, ArrayKind] | None:
         """All rows as one array; None for rows that become none."""
@@ -85,11 +71,13 @@ class ListMethods(Sequence[RowT_co]):
         if copy is False:
             raise ValueError("the rows of a store become an array by a copy")
         found = self._as_array()
-        is_narrowed = dtype is not None and found is not None and found[1] in _NUMBERS
-        if found is None or is_narrowed or _has_no_name_in_numpy(found[1]):
-            return np.asarray(list(self), dtype=dtype)  # which refuses numbers that do not fit
-        array, kind = found
-        return np.array(array, dtype=kind.dtype if dtype is None else dtype)
+        if found is not None:
+            array, kind = found
+            is_narrowed = dtype is not None and kind in _NUMBERS
+            has_name = kind.torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
+            if has_name and not is_narrowed:
+                return np.array(array, dtype=kind.dtype if dtype is None else dtype)
+        return np.asarray(list(self), dtype=dtype)  # which refuses numbers that do not fit
 
     @property
     def __dlpack__(self) -> Any:

@@ -51,13 +51,9 @@ def write_index(hashes: Numbers, writer: MemoryWriter) -> Callable[[Store, Share
 
 
 class KeyIndex:
-    """Finds the rows of keys by arrays in shared memory.
+    """Finds the rows of keys by arrays in shared memory: hashes, ascending, of 32 bits, and the row of each.
 
-    Args:
-        keys: The key of each row.
-        hashes: Of the keys, ascending, 32 bits.
-        rows: The row of each of these.
-        odd: Rows whose keys have no hash.
+    Keys of the ``odd`` rows have no hash.
     """
 
     def __init__(self, keys: Store, hashes: Numbers, rows: Numbers, odd: Numbers) -> None:
@@ -76,7 +72,9 @@ class KeyIndex:
         """The row of a key, or -1."""
         hashed = hash_of(key)
         if hashed is None:
-            return self._odd_row_of(key)
+            if self._rows_of_odd is None:
+                self._rows_of_odd = {self.keys[row]: row for row in self._arrays[2].tolist()}
+            return self._rows_of_odd.get(key, -1)
         bucket = hashed >> self._shift
         end = self._buckets[bucket + 1]
         place = bisect_left(self._hashes, hashed, self._buckets[bucket], end)
@@ -87,11 +85,6 @@ class KeyIndex:
                 return row
             place += 1
         return -1
-
-    def _odd_row_of(self, key: Any) -> int:
-        if self._rows_of_odd is None:
-            self._rows_of_odd = {self.keys[row]: row for row in self._arrays[2].tolist()}
-        return self._rows_of_odd.get(key, -1)
 
     def __reduce__(self) -> Any:
         return KeyIndex, (self.keys, *self._arrays)
@@ -107,8 +100,7 @@ def index_of(keys: Store) -> KeyIndex:
 def factory_of(data: Mapping[Any, Any]) -> Callable[[], Any] | None:
     """A copy of the function that a mapping calls for keys that it lacks; None if those are a KeyError.
 
-    Raises:
-        TypeError: If a store could not do the same.
+    TypeError if a store could not do the same.
     """
     method = getattr(type(data), "__missing__", None)
     if method is None:
@@ -137,10 +129,6 @@ class KeyedStore(SharedObject):
     """Base of mappings and sets: rows, and the index of their keys.
 
     The rows are the members of a set; of a mapping they are records with the fields ``key`` and ``value``.
-
-    Attributes:
-        rows: The rows.
-        row_of: Finds the row of a key; -1 if there is none.
     """
 
     KIND: ClassVar[str]
@@ -148,7 +136,7 @@ class KeyedStore(SharedObject):
     def __init__(self, rows: Any, index: KeyIndex) -> None:
         self.rows = rows
         self._index = index
-        self.row_of: Callable[[object], int] = index.row_of
+        self.row_of: Callable[[object], int] = index.row_of  # -1 if there is none
 
     def __contains__(self, key: object) -> bool:
         return self.row_of(key) >= 0
@@ -163,11 +151,6 @@ class KeyedStore(SharedObject):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def buffer(self) -> SharedBuffer:
-        """The memory of the rows."""
-        return self.rows.buffer  # type: ignore[no-any-return]
 
     @property
     def form(self) -> dict[str, Any]:
@@ -200,8 +183,6 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
     nothing is inserted.
 
     Attributes:
-        stored_values: The values of all rows, as a store.
-        value_at: Reads the value of a row.
         default_factory: Makes the values of keys that it lacks; None if it raises KeyError.
     """
 
@@ -261,9 +242,8 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
             return True
         if not isinstance(other, Mapping):
             return NotImplemented
-        if len(self) != len(other):
-            return False
-        return all(key in other and equal(value, other[key]) for key, value in self.items())
+        alike = len(self) == len(other)
+        return alike and all(key in other and equal(value, other[key]) for key, value in self.items())
 
     __hash__ = None  # type: ignore[assignment]  # as of a dict
 
@@ -284,18 +264,7 @@ class _Keys(KeysView[Any]):
     _mapping: MappingStore
 
     def __reversed__(self) -> Any:
-        return reversed(self._mapping.stored_keys)
-
-
-class _Items(ItemsView[Any, Any]):
-    _mapping: MappingStore
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return zip(self._mapping, self._mapping.values(), strict=True)
-
-    def __reversed__(self) -> Any:
-        mapping = self._mapping
-        return zip(reversed(mapping.stored_keys), reversed(mapping.stored_values), strict=True)
+        return reversed(self._mapping)
 
 
 class _Values(ValuesView[Any]):
@@ -306,6 +275,16 @@ class _Values(ValuesView[Any]):
 
     def __reversed__(self) -> Any:
         return reversed(self._mapping.stored_values)
+
+
+class _Items(ItemsView[Any, Any]):
+    _mapping: MappingStore
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self._mapping, self._mapping.values(), strict=True)
+
+    def __reversed__(self) -> Any:
+        return zip(reversed(self._mapping), reversed(self._mapping.stored_values), strict=True)
 
 
 def _as_set(name: str) -> Callable[..., Any]:

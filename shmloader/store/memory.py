@@ -20,11 +20,11 @@ import torch
 
 from shmloader.memory import PAGE_NBYTES
 from shmloader.memory.limits import open_files
+from shmloader.store import handles
 from shmloader.store.chunks import Chunks, chunks_in_memory
 from shmloader.store.columns.encode import ColumnEncoder, batch_of
 from shmloader.store.columns.kind import find_types
 from shmloader.store.columns.mixed import Links
-from shmloader.store.handles import array_over, bounds_of, layout_of, register_reducers, tensor_over
 from shmloader.store.objects import nbytes_of_rows
 from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
 
@@ -38,22 +38,33 @@ _ROWS_AT_ONCE, _MOST_ROWS_NBYTES = 1 << 10, 128 << 20  # of a chunk's rows, as P
 Make = Callable[[SharedBuffer], Any]
 """Makes the written value, once the memory is sealed."""
 
-register_reducers()
+# Here, so that pickling is unchanged in a program without stores.
+handles.register(np.ndarray, handles.reduce_array)
+handles.register(np.memmap, handles.reduce_array)
+handles.register(torch.Tensor, handles.reduce_tensor)
 
 
 class MemoryWriter:
     """Shared memory while it is written to; a context manager that frees it unless it was sealed."""
 
     def __init__(self, containers: int = 1) -> None:
-        """Make an empty buffer.
+        """Make an empty buffer for so many containers; where there is one, nothing has to be remembered.
 
-        Args:
-            containers: How many will be written; where there is one, nothing has to be remembered.
-
-        Raises:
-            OSError: If the process may open no more descriptors.
+        OSError if the process may open no more descriptors, with how many it has and what to do.
         """
-        self.out = new_builder()
+        try:
+            self.out = BufferBuilder()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            _, limit = open_files()
+            most = "an unknown number" if limit is None else f"{limit:,}"
+            raise OSError(
+                error.errno,
+                f"a store needs one descriptor, and this process has as many open as it may: {most}. Raise "
+                "the limit (ulimit -n), close what is not needed, or share what belongs together in one "
+                "call: all attributes of an object that shmloader.share(object) shares take one descriptor",
+            ) from error
         self._containers = containers
         self._earlier: dict[int, tuple[int, int]] = {}
         self._arrays: list[tuple[int, int, int]] = []  # addresses, and the place where they were written
@@ -62,22 +73,13 @@ class MemoryWriter:
         self._made: dict[int, Chunks] = {}
 
     def table(self, *, streamed: bool = False) -> Table:
-        """Begin the rows of another container.
-
-        Args:
-            streamed: Whether the rows are not kept while they are appended.
-        """
+        """Begin the rows of another container; of one that is ``streamed`` no rows are kept meanwhile."""
         table = Table(self.out, ColumnEncoder(self._earlier), streamed=streamed)
         self._tables.append(table)
         return table
 
     def remember(self, rows: Sequence[Any], table: Table) -> None:
-        """Let later containers refer to rows of a list that was written as a table.
-
-        Args:
-            rows: The list; only what something else refers to as well is remembered.
-            table: Where it was written.
-        """
+        """Let later containers refer to rows of a list, as a table has them, if others refer to them too."""
         if self._containers < 2:
             return
         link = self._tables.index(table)
@@ -93,10 +95,8 @@ class MemoryWriter:
         number = self._tables.index(table)
         if number not in self._made:
             links = {link: self.chunks(self._tables[link], buffer) for link in sorted(table.links)}
-            nbytes, classes = table.python_nbytes, table.encoder.classes
-            self._made[number] = chunks_in_memory(
-                buffer, table.places, nbytes, links, pickles, table.sources, classes
-            )
+            told = table.python_nbytes, links, pickles, table.sources, table.encoder.classes
+            self._made[number] = chunks_in_memory(buffer, table.places, *told)
         return self._made[number]
 
     def array(self, value: np.ndarray[Any, Any] | torch.Tensor) -> Make:
@@ -107,24 +107,23 @@ class MemoryWriter:
         """
         if not value.nbytes:
             return lambda _: value
-        low, high = bounds_of(value)
+        low, high = handles.bounds_of(value)
         known = next((one for one in self._arrays if one[0] <= low and high <= one[1]), None)
+        make = handles.tensor_over if isinstance(value, torch.Tensor) else handles.array_over
         is_whole = value.is_contiguous() if isinstance(value, torch.Tensor) else value.flags.c_contiguous
-        if known is None and (is_whole or high - low < value.nbytes):
-            memory = (ctypes.c_ubyte * (high - low)).from_address(low)
-            known = low, high, self._append(memory)
-            self._arrays.append(known)
-            self._alive.append(value)
-        if known is not None:
-            return _view_of(value, low, high - low, known[2] + low - known[0])
-        compact: Any = value.contiguous() if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
-        low, high = bounds_of(compact)
-        offset = self._append((ctypes.c_ubyte * (high - low)).from_address(low))
-        return _view_of(compact, low, high - low, offset)
-
-    def _append(self, memory: Any) -> int:
-        self.out.reserve(self.out.nbytes + len(memory))  # before any page is touched
-        return self.out.append(memory)
+        is_dense = is_whole or high - low < value.nbytes
+        if known is None and not is_dense:
+            value = value.contiguous() if isinstance(value, torch.Tensor) else np.ascontiguousarray(value)
+            low, high = handles.bounds_of(value)
+        nbytes = high - low
+        if known is None:
+            self.out.reserve(self.out.nbytes + nbytes)  # before any page is touched
+            known = low, high, self.out.append((ctypes.c_ubyte * nbytes).from_address(low))
+            if is_dense:  # else it is a copy, which ends with this call
+                self._arrays.append(known)
+                self._alive.append(value)
+        offset, layout = known[2] + low - known[0], handles.layout_of(value, low)
+        return lambda buffer: make((buffer, offset, nbytes), *layout)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -152,44 +151,24 @@ class MemoryWriter:
         pa.default_memory_pool().release_unused()  # of the chunks while they were encoded: it may keep that
 
 
-def _view_of(value: Any, low: int, nbytes: int, offset: int) -> Make:
-    """The function that makes an array or tensor anew, whose lowest byte lies at a place of the buffer."""
-    make, layout = tensor_over if isinstance(value, torch.Tensor) else array_over, layout_of(value, low)
-    return lambda buffer: make((buffer, offset, nbytes), *layout)
-
-
 class Table:
-    """The rows of one container, while they are written chunk by chunk.
-
-    Attributes:
-        rows: The number of rows so far.
-        places: Where each chunk's head begins and ends, and its body, once all are written.
-        links: The links that its columns have.
-        sources: The file that each chunk was read from; empty for data of this program.
-    """
+    """The rows of one container, while they are written chunk by chunk."""
 
     def __init__(self, out: BufferBuilder, encoder: ColumnEncoder, *, streamed: bool = False) -> None:
         self.encoder = encoder
-        self.rows = 0
-        self.places: list[tuple[int, ...]] = []
-        self.nbytes = 0
-        self.python_nbytes = 0
-        self.links: set[int] = set()
-        self.sources: list[str] = []
-        self._out = out
+        self.rows = self.nbytes = self.python_nbytes = 0
+        self.places: list[tuple[int, ...]] = []  # begin and end of each chunk's head and body, at the end
+        self.links: set[int] = set()  # that its columns have
+        self.sources: list[str] = []  # the file of each chunk; empty for data of this program
+        self._out, self._streamed = out, streamed
         self._written: list[tuple[bytes, int, int]] = []  # the head of each chunk, and the place of its body
-        self._streamed = streamed
 
     def chunk_rows(self, expected: int, row_nbytes: float) -> int:
-        """The number of rows that the next chunk should have.
+        """The number of rows that the next chunk should have; 0 stands for an unknown size of a row.
 
         A chunk's rows exist once more while it is encoded, and those of a stream exist for nothing else:
         so they must be few beside what is there already. The number of chunks grows with the logarithm of
         the number of rows.
-
-        Args:
-            expected: How many rows there will be, where that is known.
-            row_nbytes: About how large a row is; 0 if unknown.
         """
         wanted = max(self.rows // 96 if self._streamed else expected // 16, 1)
         least = _LEAST_STREAMED_ROWS if self._streamed else _LEAST_ROWS
@@ -202,11 +181,7 @@ class Table:
         return min(wanted, 4 * self.rows or _FIRST_ROWS) if self._streamed else wanted
 
     def append(self, values: list[Any]) -> None:
-        """Append one chunk of rows.
-
-        Raises:
-            SharedMemoryExhausted: If the host has not enough memory left.
-        """
+        """Append one chunk of rows."""
         self.python_nbytes += nbytes_of_rows(values)
         self.append_batch(batch_of(self.encoder.encode_rows(values)))
 
@@ -241,17 +216,13 @@ class _ChunkSink:
 
     The head is two pieces of metadata: the schema's, and that of the first message with a body. So bodies of
     whole pages lie one behind the other, and the rows of a single column are one tensor to `Store.take`.
-
-    Attributes:
-        head: The head.
-        ended: Whether what follows is only the mark of a stream's end.
     """
 
     closed = False
 
     def __init__(self, out: BufferBuilder) -> None:
         self.head = b""
-        self.ended = False
+        self.ended = False  # whether what follows is only the mark of a stream's end
         self._out = out
 
     def write(self, data: Any) -> int:
@@ -276,33 +247,11 @@ def _head_nbytes(begin: bytes) -> int:
     return end
 
 
-def new_builder() -> BufferBuilder:
-    """Empty shared memory.
-
-    Raises:
-        OSError: If the process may open no more descriptors, with how many it has and what to do.
-    """
-    try:
-        return BufferBuilder()
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        _, limit = open_files()
-        most = "an unknown number" if limit is None else f"{limit:,}"
-        raise OSError(
-            error.errno,
-            f"a store needs one descriptor, and this process has as many open as it may: {most}. Raise the "
-            "limit (ulimit -n), close what is not needed, or share what belongs together in one call: all "
-            "attributes of an object that shmloader.share(object) shares take one descriptor",
-        ) from error
-
-
 def write_rows(rows: Iterable[Any], writer: MemoryWriter) -> Table:
     """Write rows, or the items of a mapping, chunk by chunk. An iterator is never held as a whole."""
     expected = length_hint(rows)  # an iterator's len() may raise, as that of torch's loaders does
-    is_list = isinstance(rows, list | tuple)
     row_nbytes = nbytes_of_rows(rows, 64) / max(1, len(rows)) if isinstance(rows, list | tuple) else 0
-    table = writer.table(streamed=not is_list and not isinstance(rows, ItemsView))
+    table = writer.table(streamed=not isinstance(rows, list | tuple | ItemsView))
     append = table.append_items if isinstance(rows, ItemsView) else table.append
     stream = iter(rows)
     # Nothing here refers to a chunk while the next one is made.

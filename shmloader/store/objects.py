@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.foreign import (
     ARROW,
     PANDAS,
@@ -90,11 +89,6 @@ def is_store(value: Any) -> bool:
     return base is not None and type.__subclasscheck__(base.SharedObject, type(value))  # not that of an ABC
 
 
-def tables_of(dataset: Any) -> Iterable[tuple[Any, Any]]:
-    """The tables in memory of a Hugging Face dataset: of its rows, and of its indices if it was shuffled."""
-    return [(label, held) for label, held in attributes_of(dataset) if is_table_in_memory(held)]
-
-
 def is_dataset(value: Any) -> bool:
     """Whether a value is torch's, or Hugging Face's, idea of a dataset."""
     return is_a(value, torch.utils.data.Dataset) or is_hugging_face(value)
@@ -134,18 +128,9 @@ def holds_datasets(container: Any) -> bool:
         is_a(one, _SHARED_BY_THEMSELVES)
         or is_store(one)
         or is_hugging_face(one)
-        or (is_open(one) and not is_data(one) and _holds_large(one))
+        or (is_open(one) and not is_data(one) and any(_is_large(held) for _, held in attributes_of(one)))
         for one in some(container)
     )
-
-
-def _holds_large(value: Any) -> bool:
-    return any(_nbytes_of(held, set()) >= LEAST_NBYTES for _, held in attributes_of(value))
-
-
-def is_shareable_tensor(value: torch.Tensor) -> bool:
-    """Whether a tensor is dense, on the CPU and without gradients."""
-    return kind_of_tensor(value) is not None and not value.is_quantized
 
 
 def some(container: Any, most: int = _SAMPLED) -> Iterator[Any]:
@@ -185,10 +170,14 @@ def is_few_large(value: Any) -> bool:
         return False
     large = (np.ndarray, torch.Tensor, *loaded_classes(ARROW), *loaded_classes(PANDAS))
     return any(
-        estimate_nbytes(element) >= LEAST_NBYTES
+        _is_large(element)
         for element in some(value)
         if is_a(element, large) or container_kind(element) is not None
     )
+
+
+def _is_large(value: Any) -> bool:
+    return estimate_nbytes(value) >= LEAST_NBYTES
 
 
 def plain_if_few(value: Any) -> Any:
@@ -261,9 +250,7 @@ def how_to_share(value: Any) -> str:
 def estimate_nbytes(value: Any, *, arrays: bool = True) -> int:
     """Bytes that an object takes in memory, with all that it refers to, estimated from samples.
 
-    Args:
-        value: The object.
-        arrays: Whether to count the data of arrays, tensors and stores, which no one copies by reading it.
+    Without ``arrays`` the data of arrays, tensors and stores do not count, which no one copies by reading it.
     """
     table = value.table if is_table_in_memory(value) else value
     return int(table.nbytes) if is_arrow(table) else _nbytes_of(value, set(), arrays=arrays)

@@ -14,13 +14,10 @@ _MOST_SECTIONS = 1 << 14
 
 
 class RangeFinder:
-    """Finds in which of some consecutive ranges rows lie.
+    """Finds in which of some consecutive ranges rows lie, given the first row of each, and their number.
 
     Rows are divided into sections, which begin at multiples of a power of two. Each lies in one range, or has
     rows of two at most, since it is not longer than the shortest. Looking it up is quicker than a search.
-
-    Args:
-        starts: The first row of each range, and the number of rows.
     """
 
     def __init__(self, starts: Sequence[int]) -> None:

@@ -26,12 +26,9 @@ _Put = Callable[[Any], object]
 
 
 class Replacer:
-    """Replaces objects of a graph.
+    """Replaces objects of a graph: in copies of their holders, or ``in_place``, in what can be written to.
 
-    Args:
-        graph: The objects.
-        in_place: Whether holders are written to. Tuples and others that cannot change are copied even so.
-        spares: Whether to leave holders as they are that something outside of the graph refers to.
+    It ``spares`` holders that something outside of the graph refers to, unless told otherwise.
     """
 
     def __init__(self, graph: Graph, *, in_place: bool, spares: bool = True) -> None:
@@ -140,17 +137,13 @@ def _cells(value: Any, target: Any) -> Iterator[tuple[_Put, Any]]:
     # Not setattr: frozen dataclasses and datasets with rules of their own refuse it. Nor the target's
     # __dict__ where it can be helped: attributes would be slower to read (docs/decisions/0033).
     for name, held in static.dict_of(value).items():
-        if _is_plain_name(name, type(value)):
-            yield functools.partial(object.__setattr__, target, name), held
-        else:
-            yield functools.partial(target.__dict__.__setitem__, name), held
+        # Where it calls a property or another descriptor of the class, it is not set as an attribute.
+        kept = inspect.getattr_static(type(value), name, None) if type(name) is str else property()
+        is_plain = not inspect.isdatadescriptor(kept)
+        put = functools.partial(object.__setattr__, target) if is_plain else target.__dict__.__setitem__
+        yield functools.partial(put, name), held
     for name, held in static.slots_of(value).items():
         yield functools.partial(object.__setattr__, target, name), held
-
-
-def _is_plain_name(name: Any, kind: type) -> bool:
-    """Whether setting an attribute of an object of a class calls no property or other descriptor."""
-    return type(name) is str and not inspect.isdatadescriptor(inspect.getattr_static(kind, name, None))
 
 
 def _is_immutable(value: Any) -> bool:

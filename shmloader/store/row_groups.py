@@ -56,12 +56,6 @@ class RowGroups:
 
     Pickled by paths and counts. Footers are read again by each process.
 
-    Args:
-        paths: The files, in their file system.
-        filesystem: That file system.
-        columns: The fields to read; None for all.
-        allow_pickle: Whether there may be pickled values.
-
     Attributes:
         schema: The fields that are read, as the first file has them.
         form: See `form_of`.
@@ -103,15 +97,9 @@ class RowGroups:
         return f"{self._paths[file]}, row group{'s' * (len(groups) > 1)} {numbers}"
 
     def read(self, groups: Sequence[int]) -> list[tuple[list[int], list[Any]]]:
-        """Read some row groups, which ascend.
+        """Read some row groups, which ascend: those that were read with one call, and their batches, checked.
 
-        Returns:
-            The row groups that were read with one call, and their record batches, which are checked.
-
-        Raises:
-            ValueError: If a file is damaged, with the row group.
-            LoaderError: If a file was changed.
-            OSError: If a file cannot be read.
+        ValueError if a file is damaged, with the row group; LoaderError if it was changed.
         """
         parts = self._parts(groups)
         return list(zip(parts, _at_once(self._batches, parts), strict=True))
@@ -176,10 +164,7 @@ class RowGroups:
     def _open(self, file: int, name: str) -> Iterator[Any]:
         """A file that is open meanwhile; errors name it, or what is read of it."""
         path, is_local = self._paths[file], self._filesystem.is_local
-        with (
-            naming(name, is_remote=not is_local),
-            self._filesystem.opened.open_input_file(path) as source,
-        ):
+        with naming(name, is_remote=not is_local), self._filesystem.opened.open_input_file(path) as source:
             now = Fingerprint.of(path) if is_local else Fingerprint(source.size(), 0, 0)
             self._identities.setdefault(file, now).check(now, path)
             yield source

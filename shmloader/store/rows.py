@@ -15,26 +15,26 @@ from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
 from shmloader.store.columns.encode import joined
-from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, Views, block_of, find_types
+from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, block_of, find_types
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.take import ColumnGatherer, tuple_shape
+from shmloader.store.take import ColumnGatherer, shape_of_rows
 from shmloader.store.views import DictView, ListView, Pairs
 
 
 class RowViews(NamedTuple):
     """Makes views of large containers in rows: over a store of all items, made with the first one."""
 
-    heaviest_dict: int
+    heaviest_dict: int  # the weight of the heaviest dict that is built
 
     def of_lists(self, items: Any, origin: Origin) -> MakeView:
-        """See `Views.of_lists`."""
+        """Views of lists, over the items of all."""
         store = functools.cache(functools.partial(_store_of_items, items, origin, self))
         return lambda begin, end: ListView(store(), _part(begin, end, len(items)))
 
     def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
-        """See `Views.of_dicts`."""
+        """Views of dicts, over the structs of a key and a value of all."""
         views = RowViews(_HEAVIEST_INNER_DICT)
         made = functools.cache(lambda: Pairs(_store_of_items(pairs, origin, views)))
         return lambda begin, end: DictView(made(), _part(begin, end, len(pairs)))
@@ -70,9 +70,7 @@ class RowStore(Store):
     instead.
     """
 
-    def __init__(
-        self, chunks: Chunks, path: Path = (), copy: bool = False, views: Views | None = VIEWS
-    ) -> None:
+    def __init__(self, chunks: Chunks, path: Path = (), copy: bool = False, views: Any = VIEWS) -> None:
         """Read some chunks; with a ``path``, one field of records."""
         self.chunks = chunks
         self._column = Column(chunks, path, copy, views)
@@ -128,7 +126,10 @@ class RowStore(Store):
     def _raise(self, error: Exception, index: int | None = None) -> NoReturn:
         """Raise an error that reading a row raised; for rows from files, one that names the file."""
         sources = self.chunks.sources
-        if not sources or isinstance(error, LoaderError) or self._has_pickles():
+        arrays = self._column.arrays() if sources and self.chunks.pickles else []
+        # Reading pickled values may raise whatever their classes do.
+        has_pickles = any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
+        if not sources or isinstance(error, LoaderError) or has_pickles:
             raise error
         file = sources[0] + ", or another file that was opened with it," * (len(set(sources)) > 1)
         if index is not None:
@@ -138,11 +139,6 @@ class RowStore(Store):
             f"{file} cannot be read, so the file is damaged, or has values that Python lacks, such "
             f"as times after the year 9999: {type(error).__name__}: {error}"
         ) from error
-
-    def _has_pickles(self) -> bool:
-        """Whether any values are pickled: reading them may raise whatever their classes do."""
-        arrays = self._column.arrays() if self.chunks.pickles else []
-        return any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
 
     def field(self, chunk: int) -> Any:
         """The values of a chunk, as an Arrow array."""
@@ -179,13 +175,14 @@ class RowStore(Store):
 
     @property
     def buffer(self) -> SharedBuffer:
-        """The memory."""
-        return self.chunks.buffer
+        """The memory; of several files that of the first one."""
+        return self.chunks.memories[0]
 
     def tuple_length(self) -> int:
         """The length of the rows where all are tuples of one class and length; else 0."""
-        shapes = set(map(tuple_shape, self._column.arrays()))
-        return len(shapes.pop()[1]) if len(shapes) == 1 else 0
+        shapes = set(map(shape_of_rows, self._column.arrays()))
+        kind, names = shapes.pop() if len(shapes) == 1 else (None, ())
+        return 0 if kind is dict else len(names)
 
     def take(self, indices: Any, out: Any = None) -> Any:
         """Some rows, gathered by columns where all their fields can be."""
@@ -212,7 +209,7 @@ class RowStore(Store):
             except DAMAGES as error:
                 self._raise(error)
         block = self._blocks[chunk]
-        if block is None:
+        if block is None or block.bit is not None:
             return None
         first = self._starts[chunk]
         return block.items[begin - first : end - first], block.kind

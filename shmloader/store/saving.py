@@ -87,14 +87,7 @@ def form_of(schema: Any) -> dict[str, Any]:
 
 
 def form_of_mapping(factory: Callable[[], Any] | None) -> dict[str, Any]:
-    """The metadata of a mapping.
-
-    Args:
-        factory: The function that makes up missing values, if there is one.
-
-    Raises:
-        TypeError: If a file cannot name that function.
-    """
+    """The metadata of a mapping; TypeError if a file cannot name what makes up its missing values."""
     if factory is None:
         return {"rows": "mapping"}
     for name, known in FACTORIES.items():

@@ -51,9 +51,6 @@ _LEAST_WORKING_NBYTES = 16 << 20
 _MOST_WRITE_NBYTES = 1 << 30  # Linux writes at most 2 GiB at a time
 _HUGE_SHARE, _LEAST_HUGE_S = 0.1, 0.05  # of the time that building takes, for huge pages once it is done
 
-Buffer = Any
-"""An object with the buffer protocol that is contiguous: bytes, a memoryview, an ndarray of a plain dtype."""
-
 
 class SharedBuffer:
     """Sealed shared memory, as this process maps it.
@@ -71,7 +68,7 @@ class SharedBuffer:
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
             It may begin before ``address`` and end behind ``nbytes``, where nothing can be read; it does not
-            keep the descriptor.
+            keep the descriptor. None for memory that is none.
         address: Where it is mapped here.
     """
 
@@ -89,6 +86,7 @@ class SharedBuffer:
         self.nbytes = nbytes
         os.set_inheritable(fd, False)
         flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+        self.mapping: mmap.mmap | None
         self.mapping, self.address = map_file(max(nbytes, 1), flags, fd, protection=protection)
         _buffers[self.address] = self
 
@@ -141,27 +139,19 @@ def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
     return next((buffer for buffer in list(_buffers.values()) if buffer.holds(address, nbytes)), None)
 
 
-def _reduce_by_handle(buffer: SharedBuffer) -> tuple[Any, tuple[Any, ...]]:
-    return _attach, (Descriptor(buffer.fd), buffer.nbytes)
-
-
 def _attach(descriptor: Descriptor, nbytes: int) -> SharedBuffer:
     return SharedBuffer(descriptor.fd, nbytes)
 
 
 # Only multiprocessing's own pickler can pass descriptors, so only it knows how to pickle a buffer.
-ForkingPickler.register(SharedBuffer, _reduce_by_handle)
+ForkingPickler.register(SharedBuffer, lambda buffer: (_attach, (Descriptor(buffer.fd), buffer.nbytes)))
 
 
 class BufferBuilder:
     """Shared memory while it is being filled; a context manager that frees it unless it was sealed.
 
-    Invariant: ``nbytes <= reserved_nbytes``, and there is memory for pages below ``reserved_nbytes``. Pages
-    are reserved before they are written, after a comparison with what the host has.
-
-    Attributes:
-        nbytes: Bytes appended so far, padding included.
-        reserved_nbytes: Bytes reserved so far.
+    Invariant: ``nbytes``, appended so far with padding, ``<= reserved_nbytes``, and there is memory for pages
+    below that. Pages are reserved before they are written, after a comparison with what the host has.
     """
 
     def __init__(self) -> None:
@@ -173,11 +163,7 @@ class BufferBuilder:
         self._fd = os.memfd_create("shmloader-store", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that the memory can be ``nbytes`` long in all.
-
-        Raises:
-            SharedMemoryExhausted: With what is missing and what the host has; no page was touched.
-        """
+        """Make sure that the memory can be ``nbytes`` long in all, or raise `SharedMemoryExhausted`."""
         grow_nbytes = nbytes - self.reserved_nbytes
         if grow_nbytes <= 0:
             return
@@ -199,15 +185,8 @@ class BufferBuilder:
             raise exhausted(failed, grow_nbytes, spare=spare, advice=_ADVICE, code=error.errno) from error
         self.reserved_nbytes = nbytes
 
-    def append(self, data: Buffer, alignment: int = ALIGNMENT) -> int:
-        """Append the bytes of one contiguous buffer.
-
-        Returns:
-            The offset at which they begin, a multiple of ``alignment``.
-
-        Raises:
-            SharedMemoryExhausted: If the host has less memory left.
-        """
+    def append(self, data: Any, alignment: int = ALIGNMENT) -> int:
+        """Append the bytes of an object with a contiguous buffer; returns the offset at which they begin."""
         view = memoryview(data)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # a zero in its shape cannot be cast
         offset = -(-self.nbytes // alignment) * alignment

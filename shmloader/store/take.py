@@ -23,12 +23,14 @@ from shmloader.store.chunks import Chunks, Column
 from shmloader.store.columns.arrays import NUMBERS
 from shmloader.store.columns.buffers import bits_of
 from shmloader.store.columns.classes import is_plain_namedtuple
-from shmloader.store.columns.kind import Block, kind_of, storage_of
+from shmloader.store.columns.kind import Block, block_of, storage_of
 from shmloader.store.columns.records import Namedtuples, Tuples, keys_of, types_of_fields
 from shmloader.store.columns.values import KIND_OF_SCALAR
 from shmloader.store.ranges import RangeFinder, Rows
 
 _ROWS_WORTH_A_CALL = 16  # gathering a column costs about as much as reading so many rows
+
+_MISFIT = "rows such as {!r:.200} cannot be gathered into an output"
 
 _Gather = Callable[[Rows, Rows, Any], Any]
 """Gathers rows, numbered from 0 on, of these chunks into outputs."""
@@ -64,12 +66,12 @@ class ColumnGatherer:
 def _gather_of(column: Column) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
     arrays = column.arrays()
-    (names, *other_names), (shape, *other_shapes) = set(map(_keys, arrays)), set(map(tuple_shape, arrays))
+    (of, names), *others = set(map(shape_of_rows, arrays))
 
     def by_rows(rows: Rows, chunk_of: Rows, out: Any) -> Any:
         return join(list(map(column, rows.tolist())), out)
 
-    if names and not other_names:
+    if of is dict and names and not others:
         fields = {name: _gather_of(column.field(name)) for name in names}
 
         def gather_records(rows: Rows, chunk_of: Rows, out: Any) -> Any:
@@ -77,10 +79,9 @@ def _gather_of(column: Column) -> _Gather:
             return {name: gather(rows, chunk_of, outs[name]) for name, gather in fields.items()}
 
         return gather_records
-    if shape[1] and not other_shapes:
-        is_named = isinstance(arrays[0].type, Namedtuples)
-        kind = column.chunks.finder.find(arrays[0].type) if is_named else tuple
-        items = [_gather_of(column.field(place)) for place in range(len(shape[1]))]
+    if names and not others:
+        kind = tuple if of is tuple else column.chunks.finder.find(arrays[0].type)
+        items = [_gather_of(column.field(place)) for place in range(len(names))]
 
         def gather_tuples(rows: Rows, chunk_of: Rows, out: Any) -> Any:
             if out is not None:
@@ -130,7 +131,7 @@ class _Items:
             missing = np.flatnonzero(~is_there).tolist()
         is_array = self._block.stacks and not missing
         if out is not None and not is_array:
-            raise _misfit([None] if missing else [[...]])
+            raise TypeError(_MISFIT.format([None] if missing else [[...]]))
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
         self._items.gather(rows, chunk_of, target)
         if out is not None:
@@ -145,11 +146,7 @@ class _Items:
 
 
 class _Pieces:
-    """Pieces of memory that have the rows of a column.
-
-    Attributes:
-        pieces: The pieces.
-    """
+    """Pieces of memory that have the rows of a column."""
 
     def __init__(self, blocks: dict[int, Block], chunks: Chunks) -> None:
         alike: dict[Any, dict[int, Block]] = {}
@@ -208,11 +205,6 @@ class _Piece:
 
     That memory is seen as overlapping items, one every ``unit`` bytes: a unit divides a row's size, the
     distance of rows, and where chunks begin. So rows of all chunks are gathered with one call.
-
-    Attributes:
-        dtype: What the items are.
-        items: All of that memory, as integers.
-        is_plain: Whether row ``n`` is item ``n``: where chunks lie one behind the other.
     """
 
     def __init__(self, found: dict[int, Block], chunks: Chunks) -> None:
@@ -240,7 +232,9 @@ class _Piece:
         for chunk, address in addresses.items():
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
         self._bases = bases
-        self.is_plain = self._step == 1 and not bases.any()
+        self.is_plain = (
+            self._step == 1 and not bases.any()
+        )  # row n is item n: chunks lie one behind the other
 
     def gather(self, rows: Rows, chunk_of: Rows, target: Array) -> None:
         """Gather rows of these chunks into an array, converted where its dtype is another."""
@@ -277,22 +271,18 @@ def _address(array: Array) -> int:
 
 def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
     """The pieces of a column; None if its rows are not all of one kind, or not numbers and arrays."""
-    blocks, valid = {}, {}
+    blocks, valid, alike = {}, {}, set()
     for number, column in enumerate(columns):
-        memory, kind = chunks.memories[number], kind_of(column.type)
-        if pa.types.is_dictionary(storage_of(column).type):
-            return None
-        kind.check(column)
-        block = kind.block(column, memory)
+        memory = chunks.memories[number]
+        block = block_of(column, memory, nulls=False)
         if block is None:
             return None
         blocks[number] = block
-        (first, *_), storage = blocks.values(), storage_of(column)
-        alike = (block.kind, block.items.shape[1:], block.bit is None, block.stacks)
+        storage = storage_of(column)
+        alike.add((block.kind, block.items.shape[1:], block.bit is None, block.stacks))
         rows = len(column) if block.bit is None else -(-(block.bit + len(column)) // 8)
         is_inside = block.items.nbytes and memory.holds(_address(block.items), block.items.nbytes)
-        is_first = alike == (first.kind, first.items.shape[1:], first.bit is None, first.stacks)
-        if not is_first or len(block.items) != rows or not is_inside:
+        if len(alike) > 1 or len(block.items) != rows or not is_inside:
             return None
         if storage.null_count:
             bits, bit = bits_of(storage, 0), storage.offset & 7
@@ -303,20 +293,14 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
     return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
 
 
-def _keys(column: Any) -> tuple[str, ...]:
-    """The keys of dicts that all have the same ones; else nothing."""
-    if not pa.types.is_struct(column.type) or column.null_count or keys_of(column) is not None:
-        return ()
-    return tuple(types_of_fields(column.type))
-
-
-def tuple_shape(column: Any) -> tuple[str, tuple[str, ...]]:
-    """The class and the fields of a column's tuples, if all have the same; no fields for any other column."""
-    kind = column.type
-    is_tuple = isinstance(kind, Tuples | Namedtuples) and pa.types.is_struct(kind.storage_type)
-    if is_tuple and not column.storage.null_count:
-        return kind.parameters.get("python", ""), tuple(types_of_fields(kind.storage_type))
-    return "", ()
+def shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
+    """What rows are that all have the same fields, ``dict``, ``tuple`` or a class's name; and the fields."""
+    kind, storage = column.type, storage_of(column)
+    if not pa.types.is_struct(storage.type) or storage.null_count or keys_of(storage) is not None:
+        return None, ()
+    if isinstance(kind, Tuples | Namedtuples):
+        return kind.parameters.get("python", tuple), tuple(types_of_fields(storage.type))
+    return (dict, tuple(types_of_fields(kind))) if storage is column else (None, ())
 
 
 def join(samples: list[Any], out: Any) -> Any:
@@ -339,12 +323,8 @@ def join(samples: list[Any], out: Any) -> Any:
             output_array(out, array.shape, kind)[...] = array
             return out
     if out is not None:
-        raise _misfit(samples)
+        raise TypeError(_MISFIT.format(samples[:1]))
     return samples
-
-
-def _misfit(samples: list[Any]) -> TypeError:
-    return TypeError(f"rows such as {samples[:1]!r:.200} cannot be gathered into an output")
 
 
 def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
@@ -368,31 +348,16 @@ def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
 
 
 def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
-    """An array over the memory of ``out``, in the dtype in which items are stored.
+    """An array over the memory of an output, in the dtype in which items of a kind are stored.
 
-    Args:
-        out: A tensor or an ndarray.
-        shape: What it has to be.
-        kind: What the rows are; its ``ndim`` is not looked at.
-
-    Raises:
-        TypeError: If rows cannot be gathered into it.
+    TypeError if rows of this shape cannot be gathered into it; the kind's ``ndim`` is not looked at.
     """
     if isinstance(out, torch.Tensor):
-        if type(out) is torch.Tensor:
-            try:
-                array: Array = out.numpy()
-            except (RuntimeError, TypeError):  # it requires a gradient, say, or NumPy lacks its dtype
-                out = out.detach()
-            else:
-                fits = array.dtype == kind.dtype and kind.torch_dtype in (None, out.dtype)
-                if fits and array.shape == shape and array.flags.c_contiguous:
-                    return array
-        found = kind_of_tensor(out)
-        fits = found is not None and out.is_contiguous() and found.dtype == kind.dtype
-        fits = fits and kind.torch_dtype in (None, out.dtype)
-        if fits and tuple(out.shape) == shape:
-            return array_of_tensor(out.detach(), kind.dtype)
+        plain = out.detach() if type(out) is torch.Tensor else out
+        found = kind_of_tensor(plain)
+        fits = found is not None and plain.is_contiguous() and found.dtype == kind.dtype
+        if fits and tuple(out.shape) == shape and kind.torch_dtype in (None, out.dtype):
+            return array_of_tensor(plain.detach(), kind.dtype)
     elif isinstance(out, np.ndarray):
         named_by_numpy = kind.torch_dtype is None or DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native
         if named_by_numpy and out.dtype == kind.dtype and out.shape == shape and out.flags.writeable:

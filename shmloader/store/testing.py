@@ -20,12 +20,14 @@ import operator
 import pickle
 import struct
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from itertools import product, starmap
 from typing import Any
 
 import numpy as np
 import torch
 
 from shmloader.store.base import Store
+from shmloader.store.columns.classes import state_of
 from shmloader.store.description import StoreDescription
 from shmloader.store.handles import pack, unpack
 from shmloader.store.list_methods import equal
@@ -43,9 +45,9 @@ def identical(one: Any, other: Any) -> bool:
     if isinstance(one, float):
         return struct.pack("d", one) == struct.pack("d", other) or (math.isnan(one) and math.isnan(other))
     if isinstance(one, complex):
-        return identical(one.real, other.real) and identical(one.imag, other.imag)
+        return identical((one.real, one.imag), (other.real, other.imag))
     if isinstance(one, dict):
-        return identical(list(one), list(other)) and identical(list(one.values()), list(other.values()))
+        return identical(list(one.items()), list(other.items()))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(identical, one, other))
     if isinstance(one, np.ndarray | np.generic):
@@ -53,7 +55,7 @@ def identical(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return _identical_tensors(one, other)
     if dataclasses.is_dataclass(one):
-        return identical(_attributes(one), _attributes(other))
+        return identical(state_of(one), state_of(other))
     return bool(one == other)
 
 
@@ -80,12 +82,6 @@ def _identical_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
         for tensor in (one, other)
     ]
     return one.requires_grad == other.requires_grad and torch.equal(*octets)
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    if hasattr(value, "__dict__"):
-        return dict(vars(value))
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _raises(kinds: type[BaseException] | tuple[type[BaseException], ...], call: Any, *args: Any) -> str:
@@ -130,17 +126,13 @@ def wrong_indices_are_errors(store: Any, rows: list[Any]) -> None:
 
 def slices_are_views(store: Any, rows: list[Any]) -> None:
     """A slice, also of a slice, has the rows that a list's slice has."""
-    length = len(rows)
-    ends = [None, 1, -1, length + 5]
-    for begin in ends:
-        for end in ends:
-            for step in (None, 2, -3):
-                part = slice(begin, end, step)
-                view = store[part]
-                assert isinstance(view, Store), f"a slice is a {type(view)}"
-                _agree(view, rows[part])
-                _agree(view[1:], rows[part][1:])
-    _agree(store[::-1].__getitems__(range(length)), rows[::-1])
+    ends = [None, 1, -1, len(rows) + 5]
+    for part in starmap(slice, product(ends, ends, (None, 2, -3))):
+        view = store[part]
+        assert isinstance(view, Store), f"a slice is a {type(view)}"
+        _agree(view, rows[part])
+        _agree(view[1:], rows[part][1:])
+    _agree(store[::-1].__getitems__(range(len(rows))), rows[::-1])
 
 
 def it_is_a_read_only_sequence(store: Any, rows: list[Any]) -> None:
@@ -187,49 +179,39 @@ def selections_are_views(store: Any, rows: list[Any]) -> None:
     """``select``, lists, arrays and masks of indices: the rows in that order, without a copy of any."""
     numbers = [*range(len(rows) - 1, -1, -2), *range(-len(rows), 0, 3)]
     wanted = [rows[number] for number in numbers]
-    for indices in (numbers, np.array(numbers, np.int64), torch.tensor(numbers, dtype=torch.int64)):
+    mask = np.arange(len(rows)) % 3 == 0
+    _agree(store.select(mask), [row for row, chosen in zip(rows, mask, strict=True) if chosen])
+    for indices in _kinds_of_indices(numbers):
         view = store.select(indices)
         assert isinstance(view, Store), f"a selection is a {type(view)}"
         _agree(view, wanted)
         _agree(store[indices] if len(indices) else view, wanted)
         _agree(view[1:], wanted[1:])
-    mask = [number % 3 == 0 for number in range(len(rows))]
-    _agree(
-        store.select(np.array(mask, np.bool_)),
-        [row for row, chosen in zip(rows, mask, strict=True) if chosen],
-    )
     _raises(IndexError, store.select, [len(rows)])
     _raises(IndexError, store.select, np.zeros(len(rows) + 1, np.bool_))
 
 
 def many_rows_come_at_once(store: Any, rows: list[Any]) -> None:
     """``__getitems__`` with lists, arrays and tensors of indices, negative ones and repetitions."""
-    numbers = [*range(len(rows)), *range(-len(rows), 0), *range(0, len(rows), 2)]
-    wanted = [rows[number] for number in numbers]
-    _agree(store.__getitems__(numbers), wanted)
-    _agree(store.__getitems__(np.array(numbers, np.int64)), wanted)
-    _agree(store.__getitems__(torch.tensor(numbers, dtype=torch.int64)), wanted)
+    for indices in _kinds_of_indices([*range(len(rows)), *range(-len(rows), 0), *range(0, len(rows), 2)]):
+        _agree(store.__getitems__(indices), [rows[number] for number in indices])
 
 
 def take_gathers_the_rows(store: Any, rows: list[Any]) -> None:
     """``take`` agrees with the rows, for every type of indices."""
-    numbers = [*range(len(rows)), *range(-len(rows), 0)] * 3
-    for indices in (numbers, np.array(numbers, np.int64), torch.tensor(numbers, dtype=torch.int64), []):
-        taken = store.take(indices)
-        wanted = [rows[number] for number in np.asarray(indices, np.int64).tolist()]
-        _agree_taken(taken, wanted)
+    for indices in (*_kinds_of_indices([*range(len(rows)), *range(-len(rows), 0)] * 3), []):
+        _agree_taken(store.take(indices), [rows[number] for number in indices])
+
+
+def _kinds_of_indices(numbers: list[int]) -> tuple[Any, ...]:
+    return numbers, np.array(numbers, np.int64), torch.tensor(numbers, dtype=torch.int64)
 
 
 def _agree_taken(taken: Any, wanted: list[Any]) -> None:
     """Compare by value: what is gathered is in columns, with the dtype of the column."""
-    if hasattr(taken, "to_pylist"):
-        assert identical(taken.to_pylist(), wanted), f"{taken} was taken for {wanted!r}"
-    elif isinstance(taken, dict) and wanted:
-        for key, column in taken.items():
+    if isinstance(taken, dict | tuple) and wanted:
+        for key, column in taken.items() if isinstance(taken, dict) else enumerate(taken):
             _agree_taken(column, [row[key] for row in wanted])
-    elif isinstance(taken, tuple) and wanted:
-        for number, column in enumerate(taken):
-            _agree_taken(column, [row[number] for row in wanted])
     elif isinstance(taken, np.ndarray | torch.Tensor):
         assert len(taken) == len(wanted), f"{len(taken)} rows were taken, not {len(wanted)}"
         for one, other in zip(taken, wanted, strict=True):
@@ -272,11 +254,8 @@ def writing_to_tensors_harms_nobody(store: Any, rows: list[Any]) -> None:
 def _find(value: Any, kind: type) -> Iterator[Any]:
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _find(item, kind)
-    elif isinstance(value, list | tuple):
-        for item in value:
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _find(item, kind)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from _find(vars(value), kind)

@@ -46,6 +46,9 @@ class CopiedMemory:
     A process that gives inherited memory back, as when it collects its parent's garbage, and also allocates
     may seem to have copied as many bytes more.
 
+    Attributes:
+        inherited_nbytes: Bytes that it began with, and so the most that it can copy.
+
     Raises:
         psutil.Error, OSError: In every method, if the process is gone.
     """
@@ -54,17 +57,12 @@ class CopiedMemory:
         self._folder = Path("/proc", str(pid))
         # It may have allocated by now: it began with no more than its parent has.
         memories = (psutil.Process(pid).memory_info(), psutil.Process().memory_info())
-        self._anonymous_nbytes: int = min(memory.rss - memory.shared for memory in memories)
+        self.inherited_nbytes: int = min(memory.rss - memory.shared for memory in memories)
 
     def most_nbytes(self) -> int:
         """An upper bound, by its page faults; costs nothing."""
         stat = (self._folder / "stat").read_text(errors="replace")
         return int(stat.rpartition(")")[2].split()[7]) * mmap.PAGESIZE
-
-    @property
-    def inherited_nbytes(self) -> int:
-        """Bytes that it began with, and so the most that it can copy."""
-        return self._anonymous_nbytes
 
     def nbytes(self) -> int:
         """Bytes of pages copied, by either side, and of those that only it still has; 25 ms for each GB."""
@@ -73,7 +71,7 @@ class CopiedMemory:
             [int(kb) * 1024 for kb in re.findall(rf"^{name}: +(\d+) kB", smaps, re.MULTILINE)]
             for name in ("Private_Dirty", "Anonymous")
         )
-        allocated = max(0, sum(anonymous) - self._anonymous_nbytes)
+        allocated = max(0, sum(anonymous) - self.inherited_nbytes)
         return min(self.most_nbytes(), sum(map(min, private, anonymous))) - allocated
 
 
@@ -90,11 +88,8 @@ class CopyWatch(NoCopies):
 
     def __init__(self, dataset: Any, workers: Iterable[Any], counters: Counters, *, is_shared: bool) -> None:
         self.due_ns: float = 0
-        self._dataset = dataset
-        self._counters = counters
-        self._said = ""
-        self._is_shared = is_shared
-        self._epochs = 0
+        self._dataset, self._counters, self._is_shared = dataset, counters, is_shared
+        self._said, self._epochs = "", 0
         self._patience = 10  # how many times as long as looking took passes until the next look
         self._copied: dict[int, CopiedMemory] = {}
         with contextlib.suppress(Exception):
@@ -178,24 +173,24 @@ def _owner_and_cure(graph: Graph, *, is_shared: bool) -> str:
     )
 
 
-def advise_sharing(dataset: Any) -> str:
-    """Sentences on a dataset whose workers had too little memory; "" if it holds few Python objects."""
+def _cure_of(dataset: Any, *, is_shared: bool) -> str:
+    """See `_owner_and_cure`; "" for a dataset that holds few Python objects."""
     with contextlib.suppress(Exception):
         graph = Graph(dataset)
         if largest_holder(graph)[0] >= LEAST_NBYTES:
-            cure = _owner_and_cure(graph, is_shared=False)
-            return f"Each worker may hold the dataset's Python objects. {cure}."
+            return _owner_and_cure(graph, is_shared=is_shared)
     return ""
+
+
+def advise_sharing(dataset: Any) -> str:
+    """Sentences on a dataset whose workers had too little memory; "" if it holds few Python objects."""
+    cure = _cure_of(dataset, is_shared=False)
+    return cure and f"Each worker may hold the dataset's Python objects. {cure}."
 
 
 def _warn_of_rebuilding(loader: Any, num_workers: int, counters: Counters, pickled_nbytes: int) -> None:
     """Warn that started processes rebuild the dataset's objects, each for itself."""
-    said = ""
-    with contextlib.suppress(Exception):
-        graph = Graph(loader.dataset)
-        if largest_holder(graph)[0] >= LEAST_NBYTES:
-            said = _owner_and_cure(graph, is_shared=loader.share_dataset)
-    if said:
+    if said := _cure_of(loader.dataset, is_shared=loader.share_dataset):
         counters.warns_first("warned_of_copies")
         warn(
             f"each of {num_workers} workers rebuilds the dataset's Python objects from a pickle of "

@@ -16,7 +16,7 @@ from shmloader.store.columns.buffers import numbers_of
 from shmloader.store.columns.key_hashes import hash_of
 from shmloader.store.columns.kind import takes_too
 from shmloader.store.columns.lists import Lists, Maps
-from shmloader.store.handles import MappedFiles, register
+from shmloader.store.handles import register
 from shmloader.store.mapping import MappingStore
 
 
@@ -37,14 +37,7 @@ class ListView(Selection):
 
 
 class Pairs:
-    """The keys and values of all dicts of a column.
-
-    Attributes:
-        rows: Records of a ``key`` and a ``value``; for long dicts also a ``hash`` and a ``place``.
-        keys: The keys alone.
-        values: The values alone.
-        index: The hashes and the places; None if dicts are short.
-    """
+    """The keys and values of all dicts of a column; hashes and places as their index where dicts are long."""
 
     def __init__(self, rows: Any) -> None:
         self.rows: Store = rows
@@ -121,15 +114,7 @@ class DictView(MappingStore):
         return dict, (), None, None, iter(self.plain().items())
 
 
-def _reduce_list(view: ListView, _: MappedFiles | None) -> Any:
-    return ListView, (view._store, view._rows)  # noqa: SLF001 - of this module's class
-
-
-def _reduce_dict(view: DictView, _: MappedFiles | None) -> Any:
-    return DictView, (view._pairs, view._part)  # noqa: SLF001
-
-
-register(ListView, _reduce_list)
-register(DictView, _reduce_dict)
+register(ListView, lambda view, _: (ListView, (view._store, view._rows)))  # noqa: SLF001 - of this module's
+register(DictView, lambda view, _: (DictView, (view._pairs, view._part)))  # noqa: SLF001
 takes_too(ListView, Lists)
 takes_too(DictView, Maps)

@@ -45,7 +45,7 @@ def test_pickled_values_are_read_only_where_that_is_allowed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "bomb.arrow"
-    write(path, Pickles(pa.binary(), types=["x"]).wrap(pa.array([pickle.dumps(Bomb())])))
+    write(path, Pickles(pa.binary(), types=["x"]).wrap_array(pa.array([pickle.dumps(Bomb())])))
     with pytest.raises(ValueError, match=r"bomb\.arrow has pickled values \(rows\).*allow_pickle=True"):
         shmloader.open(path)
     share([{"a": 1, "b": 1j}] * 3).save(path)
@@ -61,7 +61,7 @@ def test_pickled_values_of_a_file_that_was_exchanged_after_the_check_are_read_by
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    column = Pickles(pa.binary(), types=["x"]).wrap(pa.array([pickle.dumps(Bomb())]))
+    column = Pickles(pa.binary(), types=["x"]).wrap_array(pa.array([pickle.dumps(Bomb())]))
     table = pa.table({"a": column})
     if suffix == "arrow":
         pa.feather.write_feather(table, "bomb.arrow", compression="uncompressed")
@@ -83,11 +83,12 @@ def test_classes_are_not_imported_and_none_of_their_code_runs(
     monkeypatch.syspath_prepend(tmp_path)
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
     for name in ("explosive:Point", "subprocess:Popen", "builtins:type", "os:path", "nowhere", ":"):
-        write(tmp_path / "file.arrow", Namedtuples(fields.type, python=name).wrap(fields))
+        write(tmp_path / "file.arrow", Namedtuples(fields.type, python=name).wrap_array(fields))
         with pytest.raises(ValueError, match=r"file\.arrow: .*Import it first"):
             shmloader.open(tmp_path / "file.arrow")
     numbers = pa.array([0], pa.int8())
-    write(tmp_path / "file.arrow", Enums(numbers.type, python="signal:Signals", members=["A"]).wrap(numbers))
+    signals = Enums(numbers.type, python="signal:Signals", members=["A"])
+    write(tmp_path / "file.arrow", signals.wrap_array(numbers))
     with pytest.raises(ValueError, match="'Signals' of the module 'signal'"):
         shmloader.open(tmp_path / "file.arrow")
     assert "explosive" not in sys.modules
@@ -168,7 +169,7 @@ class WithSetattr:
 def test_dataclasses_that_could_run_code_are_refused_by_name(tmp_path: Path, kind: type, field: str) -> None:
     fields = pa.StructArray.from_arrays([pa.array([1])], [field])
     name = f"{kind.__module__}:{kind.__qualname__}"
-    write(tmp_path / "file.arrow", Dataclasses(fields.type, python=name).wrap(fields))
+    write(tmp_path / "file.arrow", Dataclasses(fields.type, python=name).wrap_array(fields))
     Runs.called.clear()
     store = shmloader.open(tmp_path / "file.arrow")
     with pytest.raises(
@@ -184,10 +185,10 @@ def test_a_class_that_fits_one_column_is_not_taken_for_others(tmp_path: Path) ->
     bad = pa.StructArray.from_arrays([pa.array([1])], ["x"])
     of_del = f"{__name__}:TupleWithDel"
     columns = [
-        Dataclasses(good.type, python="store_samples:Person").wrap(good),
-        Dataclasses(bad.type, python="store_samples:Person").wrap(bad),
-        Namedtuples(bad.type, python="store_samples:Point").wrap(bad),
-        Namedtuples(bad.type, python=of_del).wrap(bad),
+        Dataclasses(good.type, python="store_samples:Person").wrap_array(good),
+        Dataclasses(bad.type, python="store_samples:Person").wrap_array(bad),
+        Namedtuples(bad.type, python="store_samples:Point").wrap_array(bad),
+        Namedtuples(bad.type, python=of_del).wrap_array(bad),
     ]
     table = pa.table(columns, names=["good", "bad", "point", "del"])
     with pa.ipc.new_file(tmp_path / "file.arrow", table.schema) as writer:
@@ -215,7 +216,7 @@ def test_a_module_that_loads_itself_when_used_is_not_loaded(
     monkeypatch.setitem(sys.modules, "lazy", module)
     spec.loader.exec_module(module)
     fields = pa.StructArray.from_arrays([pa.array([1])], ["x"])
-    write(tmp_path / "file.arrow", Namedtuples(fields.type, python="lazy:Point").wrap(fields))
+    write(tmp_path / "file.arrow", Namedtuples(fields.type, python="lazy:Point").wrap_array(fields))
     with pytest.raises(ValueError, match=r"file\.arrow: .*of the module .lazy"):
         shmloader.open(tmp_path / "file.arrow")
 
@@ -235,25 +236,28 @@ def test_instances_with_more_than_their_fields_come_back_with_all_of_it(tmp_path
 
 
 HOSTILE: dict[str, Any] = {
-    "pointers": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|O", shape=[1]).wrap(
+    "pointers": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|O", shape=[1]).wrap_array(
         pa.FixedSizeListArray.from_arrays(pa.array(bytes(8)[:8] and [0] * 8, pa.uint8()), 8)
     ),
-    "a shape that is too large": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[1 << 40]).wrap(
-        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    "a shape that is too large": lambda: Arrays.around(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8), dtype="|u1", shape=[1 << 40]
     ),
-    "a shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[4]).wrap(pa.nulls(3)),
-    "a huge shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[1 << 36]).wrap(pa.nulls(3)),
-    "a negative shape": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[-8]).wrap(
-        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    "a shape over nothing": lambda: Arrays(pa.null(), dtype="<i8", shape=[4]).wrap_array(pa.nulls(3)),
+    "a huge shape over nothing": lambda: Arrays.around(pa.nulls(3), dtype="<i8", shape=[1 << 36]),
+    "a negative shape": lambda: Arrays.around(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8), dtype="|u1", shape=[-8]
     ),
-    "links": lambda: Links(pa.int8(), link=0).wrap(pa.array([0], pa.int8())),
-    "a tensor of no dtype": lambda: Arrays(pa.list_(pa.uint8(), 8), dtype="|u1", shape=[8], tensor="os").wrap(
-        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8)
+    "links": lambda: Links(pa.int8(), link=0).wrap_array(pa.array([0], pa.int8())),
+    "a tensor of no dtype": lambda: Arrays.around(
+        pa.FixedSizeListArray.from_arrays(pa.array([0] * 8, pa.uint8()), 8),
+        dtype="|u1",
+        shape=[8],
+        tensor="os",
     ),
-    "a text that is not Unicode": lambda: Scalars(pa.binary(4), dtype="<U1").wrap(
+    "a text that is not Unicode": lambda: Scalars(pa.binary(4), dtype="<U1").wrap_array(
         pa.array([b"\xff" * 4], pa.binary(4))
     ),
-    "a decimal that is no number": lambda: Decimals(pa.string()).wrap(pa.array(["1.5.2"])),
+    "a decimal that is no number": lambda: Decimals(pa.string()).wrap_array(pa.array(["1.5.2"])),
 }
 
 

@@ -129,7 +129,7 @@ def test_arrays_without_items_alone(empty: Any, tmp_path: Path) -> None:
 def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(tmp_path: Path) -> None:
     """Such files were saved when the storage was Arrow's null."""
     kind = Arrays(pa.null(), dtype="<f8", shape=[0, 3])
-    column = pa.chunked_array([kind.wrap(pa.nulls(3))])
+    column = pa.chunked_array([kind.wrap_array(pa.nulls(3))])
     share(pa.table({"n": [1, 2, 3], "x": column})).save(tmp_path / "rows.arrow")
     opened = open_store(tmp_path / "rows.arrow")
     assert identical(opened[2], {"n": 3, "x": np.zeros((0, 3))})
@@ -138,7 +138,7 @@ def test_arrays_without_items_are_read_from_files_that_have_no_column_for_them(t
 
 def test_such_files_are_joined_with_others(tmp_path: Path) -> None:
     kind = Arrays(pa.null(), dtype="<f8", shape=[0, 3])
-    column = pa.chunked_array([kind.wrap(pa.nulls(2))])
+    column = pa.chunked_array([kind.wrap_array(pa.nulls(2))])
     (tmp_path / "parts").mkdir()
     share(pa.table({"n": [1, 2], "x": column})).save(tmp_path / "parts" / "1.arrow")
     share([{"n": 3, "x": np.ones((2, 3))}]).save(tmp_path / "parts" / "2.arrow")

@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,31 @@ def test_numpys_keys_are_found_by_pythons_and_the_other_way(key: Any, equal: Any
 def test_numpys_texts_of_very_many_lengths_are_kept(kind: Any) -> None:
     captions = [kind(b"x" * n) if kind is np.bytes_ else kind("x" * n) for n in range(300)]
     assert all(map(identical, share(captions), captions))
+
+
+@pytest.mark.parametrize("text", [np.str_("a\0"), np.bytes_(b"a\0\0")])
+def test_numpys_texts_keep_zeros_at_their_end(text: Any) -> None:
+    """NumPy compares them as equal to texts without these, and its pickles and arrays drop them."""
+    store = share([text, text[:1], type(text)(text[:1])] * 20)
+    assert [len(row) for row in store[:3]] == [len(text), 1, 1]
+    assert type(store[0]) is type(text)
+    assert share({text: 1}).get(text[:]) == 1
+
+
+def test_tensors_keep_attributes_of_the_programs() -> None:
+    rows = [torch.arange(3), torch.arange(4), torch.zeros(1 << 19)]
+    rows[0].label, rows[2].classes = 7, ["a", "b"]
+    store = share([rows[0], rows[1]] * 20)
+    assert (store[0].label, store[0].tolist(), vars(store[1])) == (7, [0, 1, 2], {})
+    assert share([[rows[0], {1}]])[0][0].label == 7
+    held = share(Holder(data=rows[2])).data
+    assert held is not rows[2]
+    assert held.classes == ["a", "b"]
+
+
+def test_uuids_keep_how_safe_they_are() -> None:
+    safe = [uuid.UUID(int=n, is_safe=kind) for n, kind in enumerate(uuid.SafeUUID)]
+    assert [row.is_safe for row in share(safe)] == list(uuid.SafeUUID)
 
 
 def test_an_error_of_a_row_is_not_its_own_cause() -> None:

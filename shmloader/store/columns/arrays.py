@@ -8,7 +8,7 @@ tensor has a storage of its own bytes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,7 @@ def _items_of(flat: Array) -> Any:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """The dtype of a string in a column's type.
-
-    Raises:
-        ValueError: If columns cannot have it; a dtype with Python objects would be pointers.
-    """
+    """The dtype of a string in a column's type; ValueError if columns cannot have it, as one of pointers."""
     try:
         dtype: np.dtype[Any] | None = np.dtype(name)
     except (TypeError, SyntaxError, ValueError):
@@ -70,11 +66,11 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        return union_of(values, [value.dtype for value in values], cls._of_dtype)
+        return union_of(values, [_dtype_of_scalar(value) for value in values], cls._of_dtype)
 
     @classmethod
     def _of_dtype(cls, dtype: Any, values: list[Any]) -> Any:
-        if not is_plain(dtype):
+        if dtype is None or not is_plain(dtype):
             return Pickles.write(values)
         kind = pa.from_numpy_dtype(dtype) if _is_native(dtype) else pa.binary(dtype.itemsize)
         return cls.around(buffers.numbers_to_arrow(np.array(values, dtype), kind), dtype=dtype.str)
@@ -91,6 +87,12 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
         return Block(flat, ArrayKind(flat.dtype, 0), list) if flat.dtype.kind in NUMBERS else None
 
 
+def _dtype_of_scalar(value: Any) -> Any:
+    """The dtype that has a NumPy scalar as it is; None for texts that end with zeros, which arrays drop."""
+    drops = isinstance(value, str | bytes) and value[-1:] in ("\0", b"\0")
+    return None if drops else value.dtype
+
+
 class Arrays(PythonType, name="ndarray"):
     """ndarrays of ``dtype``, or tensors with ``tensor``, the name of torch's dtype.
 
@@ -104,8 +106,11 @@ class Arrays(PythonType, name="ndarray"):
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        kind_of: Callable[[Any], Any] = kind_of_tensor if type(values[0]) is torch.Tensor else kind_of_array
-        return union_of(values, list(map(kind_of, values)), cls._of_kind)
+        if type(values[0]) is np.ndarray:
+            return union_of(values, list(map(kind_of_array, values)), cls._of_kind)
+        # A tensor may have attributes of the program's.
+        kinds = [None if value.__dict__ else kind_of_tensor(value) for value in values]
+        return union_of(values, kinds, cls._of_kind)
 
     @classmethod
     def _of_kind(cls, kind: ArrayKind | None, values: list[Any]) -> Any:
@@ -165,11 +170,8 @@ class Arrays(PythonType, name="ndarray"):
 
     def describe(self, kind: Any) -> str:
         said = self.parameters
-        return (
-            f"tensor {said['tensor']} {said.get('shape', '')}".strip()
-            if "tensor" in said
-            else super().describe(kind)
-        )
+        of_tensors = f"tensor {said.get('tensor')} {said.get('shape', '')}".strip()
+        return of_tensors if "tensor" in said else super().describe(kind)
 
     def _array_kind(self) -> ArrayKind:
         """The kind of the arrays; ValueError where the type contradicts itself."""
@@ -208,10 +210,8 @@ class Arrays(PythonType, name="ndarray"):
             read = self._without_dimensions(block.items)
         else:
             read = block.items.__getitem__
-        if origin.copy and wrap:
-            return lambda i: wrap_array(read(i).copy(), kind)
         if origin.copy:
-            return lambda i: read(i).copy()
+            return lambda i: wrap_array(read(i).copy(), kind)
         if wrap and DTYPES[CODE_OF_TORCH_DTYPE[kind.torch_dtype]].native:  # type: ignore[index]
             return lambda i: torch.from_numpy(read(i))
         return (lambda i: wrap_array(read(i), kind)) if wrap else read

@@ -23,10 +23,7 @@ _OCTETS, _TEXTS = (pa.binary(), pa.large_binary()), (pa.string(), pa.large_strin
 def numbers_to_arrow(items: Array, kind: Any = None, *, missing: Array | None = None) -> Any:
     """A column of the items of a flat array; where that is contiguous, over its memory.
 
-    Args:
-        items: Of the size that items of ``kind`` have; booleans are packed.
-        kind: Arrow's type; None for that of the dtype.
-        missing: The rows that are null, as an array of bool.
+    Items have the size of those of ``kind``, the dtype's own if none is given. ``missing`` rows are null.
     """
     kind = pa.from_numpy_dtype(items.dtype) if kind is None else kind
     octets = _bits(items) if pa.types.is_boolean(kind) else np.ascontiguousarray(items).view(np.uint8)
@@ -98,12 +95,15 @@ def numbers_of(array: Any, buffer: int, code: str, count: int) -> memoryview[Any
     return whole[array.offset : array.offset + count]
 
 
-def ends_of(column: Any) -> memoryview[Any]:
+def ends_of(column: Any) -> memoryview[int] | range:
     """The offsets at which the texts or lists of a column begin, and the one at which the last ends.
 
     Memory is sliced by these, so it is an error if they do not ascend. Arrow's ``validate`` sees the
     first and the last; with ``full=True`` it reads the texts too, which may be larger than memory.
     """
+    if pa.types.is_fixed_size_list(column.type):
+        size, first, rows = column.type.list_size, column.offset, len(column)
+        return range(first * size, (first + rows + 1) * size, size) if size else memoryview(bytes(rows + 1))
     ends = numbers_of(column, 1, "q" if str(column.type).startswith("large") else "i", len(column) + 1)
     array = np.asarray(ends)
     if (array[1:] < array[:-1]).any():

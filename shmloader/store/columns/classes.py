@@ -98,21 +98,13 @@ def maker_of(kind: Any, names: Collection[str]) -> Callable[[dict[str, Any]], An
 
 
 class ClassFinder:
-    """Finds the classes that columns name.
-
-    Args:
-        given: Classes that came with the memory, from a process that knows them.
-    """
+    """Finds the classes that columns name: some were given by a process that knows them, with the memory."""
 
     def __init__(self, given: Classes | None = None) -> None:
         self.found: dict[str, type] = dict(given or {})
 
     def find(self, kind: Any) -> Any:
-        """The class that a kind names.
-
-        Raises:
-            ValueError: If no such class is loaded, or it is another one by now.
-        """
+        """The class that a kind names; ValueError if no such class is loaded, or it is another one by now."""
         name = kind.parameters["python"]
         found = self.found.get(name, loaded_class(name))
         if found is not None and kind.is_for(found):

@@ -36,7 +36,6 @@ from shmloader.store.columns.kind import (
     UnfitError,
     dictionary_inside,
     dictionary_outside,
-    form_of_type,
     kind_of,
     kind_of_class,
     reader_of,
@@ -44,7 +43,7 @@ from shmloader.store.columns.kind import (
     types_in,
 )
 from shmloader.store.columns.lists import Lists, list_over
-from shmloader.store.columns.mixed import MOST_KINDS, Links, union_of
+from shmloader.store.columns.mixed import MOST_KINDS, Links, Unions, union_of
 from shmloader.store.columns.values import Octets, Pickles, Texts
 
 _MOST_DEPTH = 12  # of containers in containers; also what ends the walk into a cycle that was not found
@@ -54,32 +53,22 @@ _LEAST_ROWS, _LARGE_NBYTES = 64, 1 << 12  # of a column, or of a value in it, th
 _OWN_REFERENCES = 3  # of a value that only its list and its record refer to: those two, and the argument
 _SAMPLED_VALUES = 4
 _MOST_REFERENCES = 1000  # that are followed from a value before it counts as free of cycles
+_CODE = (type, ModuleType, FunctionType)  # whose references lead to the whole program
 
 Place = tuple[int, int]
 """A row of a container that was written before: the number of the container, and of the row."""
 
 
 class ColumnEncoder:
-    """Makes columns of values, and of the values inside them.
-
-    Args:
-        earlier: Rows of containers that were written before, by the ``id`` of each object.
-
-    Attributes:
-        classes: The classes that columns name, by these names.
-    """
+    """Makes columns of values, and of those inside them; links stand for rows that were written before."""
 
     def __init__(self, earlier: Mapping[int, Place] | None = None) -> None:
-        self.classes: dict[str, type] = {}
-        self._earlier = {} if earlier is None else earlier
+        self.classes: dict[str, type] = {}  # that columns name, by these names
+        self._earlier = {} if earlier is None else earlier  # by the ``id`` of each object
         self._rows: set[int] = set()  # by ``id``
 
     def encode(self, values: list[Any], depth: int = 0) -> Any:
-        """A column of these values.
-
-        Raises:
-            Exception: Any that pickling raises, for a value that fits in no other column.
-        """
+        """A column of these values. Pickling may raise any error, for a value that fits in no other one."""
         kinds = set(map(type, values))
         if len(kinds) <= 1:
             return self._of_class(kinds.pop() if kinds else NoneType, values, depth)
@@ -93,16 +82,8 @@ class ColumnEncoder:
         self._rows = set(map(id, values)) if kind_of_class(type(values[0])).nests else set()
         return self.encode(values)
 
-    def _are_rows(self, values: list[Any]) -> bool:
-        """Whether any of a few of the values is one of the rows itself."""
-        return bool(self._rows) and any(id(value) in self._rows for value in _few(values))
-
     def name_of(self, kind: type) -> str:
-        """The name by which a column can name a class.
-
-        Raises:
-            UnfitError: If the class is not found by its name.
-        """
+        """The name by which a column can name a class; UnfitError if the class is not found by it."""
         name = name_of_class(kind)
         if name is None:
             raise UnfitError
@@ -132,19 +113,15 @@ class ColumnEncoder:
 
     def _each(self, kind: type[Kind], values: list[Any], depth: int) -> Any:
         """A column that has each value where it is."""
-        most = _MOST_DEPTH_OF_ROWS if depth >= _MOST_DEPTH_OF_ROWS and self._are_rows(values) else _MOST_DEPTH
-        is_too_deep = not kind.is_leaf and depth >= most
+        is_deep = depth >= _MOST_DEPTH_OF_ROWS and any(id(value) in self._rows for value in _few(values))
+        is_too_deep = not kind.is_leaf and (is_deep or depth >= _MOST_DEPTH)
         if is_too_deep or (kind.nests and refer_to_themselves(values)):
             return Pickles.write(values)
         try:
             return kind.write(values, self, depth)
         except UnfitError as unfit:
-            fits = unfit.fits
-        return union_of(
-            values,
-            list(map(fits, values)),
-            lambda fit, group: self.encode(group) if fit else Pickles.write(group),
-        )
+            fits = list(map(unfit.fits, values))
+        return union_of(values, fits, lambda fit, group: self.encode(group) if fit else Pickles.write(group))
 
 
 def batch_of(column: Any) -> Any:
@@ -165,7 +142,7 @@ def with_nulls(column: Any, filled: Array) -> Any:
         )
     places = numbers_to_arrow(np.maximum(np.cumsum(filled) - 1, 0), missing=~filled)
     taken = storage_of(column).take(places)
-    return kind.wrap(taken) if isinstance(kind, PythonType) else taken
+    return kind.wrap_array(taken) if isinstance(kind, PythonType) else taken
 
 
 def _repeated(values: list[Any]) -> tuple[Any, list[Any]] | None:
@@ -198,17 +175,14 @@ def refer_to_themselves(values: list[Any]) -> bool:
             parts = gc.get_referents(*todo)
             if any(part is value for part in parts):
                 return True
-            todo = [part for part in parts if _may_have_parts(part) and id(part) not in seen]
+            parts = [part for part in parts if gc.is_tracked(part) and not isinstance(part, _CODE)]
+            todo = [part for part in parts if id(part) not in seen]
             seen.update(map(id, todo))
     return False
 
 
 def _few(values: list[Any]) -> list[Any]:
     return values[:: max(1, len(values) // _SAMPLED_VALUES)][:_SAMPLED_VALUES]
-
-
-def _may_have_parts(value: Any) -> bool:
-    return gc.is_tracked(value) and not isinstance(value, type | ModuleType | FunctionType)
 
 
 # --- chunks that differ in their types, as columns of one type
@@ -236,12 +210,11 @@ def united(parts: list[Any]) -> list[Any]:
         result = _united_dictionaries(filled)
     else:
         filled = list(map(decoded, filled))
-        kind = kind_of(filled[0].type)
-        is_single = len({form_of_type(part.type) for part in filled}) == 1 and not arrow.is_union(
-            filled[0].type
-        )
+        kinds = [kind_of(part.type) for part in filled]
+        kind, forms = kinds[0], {kind.form(part.type) for kind, part in zip(kinds, filled, strict=True)}
         try:
-            if not is_single or (len(filled) < len(parts) and not kind.nullable):
+            # A union's parts are no column of one kind. Nor has every kind a place for None.
+            if len(forms) > 1 or isinstance(kind, Unions) or (len(filled) < len(parts) and not kind.nullable):
                 raise UnfitError
             result = kind.unite(filled, united)
         except UnfitError:

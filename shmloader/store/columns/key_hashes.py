@@ -29,8 +29,7 @@ _STAND_INS: dict[Any, Callable[[Any], int | str]] = {
 def hash_of(key: Any) -> int | None:
     """A hash of 32 bits that is the same in all processes, and for keys that are equal.
 
-    Returns:
-        None for types whose hash or equality is not known to be Python's own.
+    None for types whose hash or equality is not known to be Python's own.
     """
     if key.__class__ is int:  # this and the next one are quicker than what follows
         return (hash(key) * _GOLDEN >> 32) & 0xFFFFFFFF

@@ -12,11 +12,10 @@ object is code. Classes are given by module and name; `ClassFinder` looks them u
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +41,6 @@ Reader = Callable[[int], Any]
 United = Callable[[list[Any]], list[Any]]
 """Gives arrays of any types as arrays of one type."""
 
-
 MakeView = Callable[[int, int], Any]
 """Makes the view of a large container whose items are those from one place on, up to another."""
 
@@ -50,56 +48,29 @@ MOST_BUILT = 1 << 15
 """The weight of the heaviest container inside a row that a read builds: about 0.2 ms."""
 
 
-class Views(Protocol):
-    """Views of large containers inside rows, for columns of these.
-
-    Attributes:
-        heaviest_dict: The weight of the heaviest dict that is built.
-    """
-
-    @property
-    def heaviest_dict(self) -> int: ...
-
-    def of_lists(self, items: Any, origin: Origin) -> MakeView:
-        """Views of lists, over the items of all."""
-
-    def of_dicts(self, pairs: Any, origin: Origin) -> MakeView:
-        """Views of dicts, over the structs of a key and a value of all."""
-
-
 @dataclass(frozen=True)
 class Origin:
-    """The source of a column's values, and the way to read them.
+    """The source of a column's values, and the way to read them."""
 
-    Attributes:
-        memory: Where the buffers lie; None for any place.
-        finder: Finds the classes that columns name.
-        links: Readers of the columns that links lead to.
-        copy: Whether arrays and tensors are private copies, which may be changed.
-        pickles: Whether pickled values may be read.
-        source: The file; empty for data of this program.
-        views: Makes views of large containers inside of rows; None to build all of them.
-    """
-
-    memory: SharedBuffer | None = None
-    finder: ClassFinder = field(default_factory=ClassFinder)
-    links: Mapping[int, Reader] = field(default_factory=dict)
-    copy: bool = False
-    pickles: bool = True
-    source: str = ""
-    views: Views | None = None
+    memory: SharedBuffer | None = None  # where the buffers lie; None for any place
+    finder: ClassFinder = field(default_factory=ClassFinder)  # of the classes that columns name
+    links: Mapping[int, Reader] = field(default_factory=dict)  # readers of the columns that these lead to
+    copy: bool = False  # whether arrays and tensors are private copies, which may be changed
+    pickles: bool = True  # whether pickled values may be read
+    source: str = ""  # the file; empty for data of this program
+    views: Any = None  # makes views of large containers in rows, a `RowViews`; None to build all of them
 
     def octets(self, buffer: Any) -> tuple[Any, int]:
         """Memory whose slices are bytes, and the place where those of a buffer begin there.
 
         An mmap's slices are made quicker than those of a memoryview.
         """
-        memory: Any = memoryview(b"" if buffer is None else buffer)
-        begin = 0
-        if buffer and self.memory is not None and self.memory.holds(buffer.address):
-            memory = self.memory.mapping
-            begin = buffer.address - address_of(self.memory.mapping)
-        return (_SlicesAsBytes(memory) if isinstance(memory, memoryview) else memory), begin
+        mapping = (
+            self.memory.mapping if buffer and self.memory and self.memory.holds(buffer.address) else None
+        )
+        if mapping is None:
+            return _SlicesAsBytes(memoryview(buffer or b"")), 0
+        return mapping, buffer.address - address_of(mapping)
 
 
 class _SlicesAsBytes:
@@ -136,32 +107,21 @@ class UnfitError(Exception):
 
 
 class Kind:
-    """One kind of value.
+    """One kind of value."""
 
-    Attributes:
-        takes: The Python types whose values it writes.
-        is_leaf: Whether its values are small and hold no others, so that it is no gain to keep each once.
-        nests: Whether a value may be reached from itself; such a kind is no leaf.
-        nullable: Whether a column can have nulls beside its values.
-        is_number: Whether its values are made as quickly as numbers.
-        EXACT: The only type of Arrow's with its id that it reads; None if it reads all.
-    """
-
-    takes: ClassVar[tuple[type[Any], ...]] = ()
-    is_leaf: ClassVar[bool] = True
-    nests: ClassVar[bool] = False
-    is_number: ClassVar[bool] = False
-    nullable: bool = True
-    EXACT: ClassVar[Any] = None
+    takes: ClassVar[tuple[type[Any], ...]] = ()  # the Python types whose values it writes
+    is_leaf: ClassVar[bool] = True  # whether values are small and hold no others: no gain to keep each once
+    nests: ClassVar[bool] = False  # whether a value may be reached from itself; such a kind is no leaf
+    is_number: ClassVar[bool] = False  # whether its values are made as quickly as numbers
+    nullable: bool = True  # whether a column can have nulls beside its values
+    EXACT: ClassVar[Any] = None  # the only type of Arrow's with its id that it reads; None if it reads all
 
     def __init_subclass__(
         cls, arrow: Iterable[Any] = (), where: Callable[[type], bool] | None = None
     ) -> None:
-        """Make a kind known.
+        """Make a kind known, by Arrow's types that it reads: of types with parameters any one, see `fits`.
 
-        Args:
-            arrow: The types of Arrow's that it reads; of types with parameters any one, see `fits`.
-            where: Whether it writes the values of a type that no kind ``takes``.
+        It may write the values of types ``where`` that holds, if no kind ``takes`` them.
         """
         cls.is_leaf = cls.is_leaf and not cls.nests
         _TAKES.update(dict.fromkeys(vars(cls).get("takes", ()), cls))
@@ -174,15 +134,9 @@ class Kind:
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        """The column of values, all of one type that it takes.
+        """The column of values, at least one, all of one type that it takes; `UnfitError` if it cannot be.
 
-        Args:
-            values: At least one.
-            encoder: The `ColumnEncoder`, for values inside of these.
-            depth: Of containers around them.
-
-        Raises:
-            UnfitError: If it cannot keep them all.
+        The `ColumnEncoder` is for values inside of these, in so many containers, ``depth``.
         """
         raise UnfitError
 
@@ -207,7 +161,7 @@ class Kind:
         return parts
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
-        """The column as one array; None if its values have not all one shape and dtype."""
+        """The column as one array, null rows too; None if its values have not all one shape and dtype."""
         return None
 
     def weights(self, column: Any) -> Weights:
@@ -244,14 +198,11 @@ def takes_too(python_type: type, kind: type[Kind]) -> None:
 
 
 class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
-    """Base of the kinds that are types of Python, as extension types of Arrow's.
-
-    Attributes:
-        parameters: The type's parameters beside its storage; plain JSON.
-    """
+    """Base of the kinds that are types of Python, as extension types of Arrow's."""
 
     NAME: ClassVar[str]
     OVER: ClassVar[Any]
+    parameters: dict[str, Any]  # beside the storage; plain JSON
 
     def __init_subclass__(cls, name: str = "", over: Any = Kind, **options: Any) -> None:
         """Make a kind known, under a name in files, over storage of some kinds."""
@@ -285,17 +236,10 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
     def __hash__(self) -> int:
         return hash((self.NAME, str(self.storage_type)))
 
-    def __reduce__(self) -> Any:
-        return functools.partial(type(self), **self.parameters), (self.storage_type,)
-
     @classmethod
     def around(cls, storage: Any, **parameters: Any) -> Any:
         """An array of this kind, over an array of its storage."""
-        return cls(storage.type, **parameters).wrap(storage)
-
-    def wrap(self, storage: Any) -> Any:
-        """An array of this type, over an array of its storage."""
-        return pa.ExtensionArray.from_storage(self, storage)
+        return cls(storage.type, **parameters).wrap_array(storage)
 
     def rewrap(self, storage: Any) -> Any:
         """An array of a type with these parameters, over any storage."""
@@ -319,7 +263,8 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
         return types[self.parameters.get("kind", self.takes[0].__name__)]
 
     def form(self, kind: Any) -> Hashable:
-        return self.NAME, json.dumps(self.parameters, sort_keys=True), form_of_type(self.storage_type)
+        storage = self.storage_type
+        return self.NAME, json.dumps(self.parameters, sort_keys=True), kind_of(storage).form(storage)
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         return [self.rewrap(storage) for storage in united([part.storage for part in parts])]
@@ -334,15 +279,9 @@ class PythonType(Kind, pa.ExtensionType):  # type: ignore[misc]
 
 
 def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
-    """The function that reads a row of a column, an Arrow array; null is None.
+    """The function that reads a row of a column, an Arrow array. Null is None; ``nulls``: if any are read.
 
-    Args:
-        column: The column.
-        origin: Where it is from.
-        nulls: Whether rows that are null will be read.
-
-    Raises:
-        ValueError: If the column cannot be read: its type contradicts itself or its storage.
+    ValueError if the column cannot be read: its type contradicts itself or its storage.
     """
     column = dictionary_outside(column)
     kind = kind_of(column.type)
@@ -362,21 +301,23 @@ def reader_of(column: Any, origin: Origin, *, nulls: bool = True) -> Reader:
 
 def items_of(column: Any, *, nulls: bool = True) -> Any:
     """See `Kind.items`; None also where rows are null, if these will be read."""
-    kind = kind_of(column.type)
-    if (nulls and storage_of(column).null_count) or pa.types.is_dictionary(storage_of(column).type):
-        return None
-    kind.check(column)
-    return kind.items(column)
+    kind = _kind_if_plain(column, nulls=nulls)
+    return None if kind is None else kind.items(column)
 
 
-def block_of(column: Any, memory: SharedBuffer | None) -> Block | None:
-    """The column as one array without nulls; None if its values are not all such items."""
-    if storage_of(column).null_count or pa.types.is_dictionary(storage_of(column).type):
+def block_of(column: Any, memory: SharedBuffer | None, *, nulls: bool = True) -> Block | None:
+    """See `Kind.block`; None also where rows are null, if that matters."""
+    kind = _kind_if_plain(column, nulls=nulls)
+    return None if kind is None else kind.block(column, memory)
+
+
+def _kind_if_plain(column: Any, *, nulls: bool) -> Kind | None:
+    """The kind of a column, which was checked; None if it has a dictionary, or nulls that matter."""
+    storage, kind = storage_of(column), kind_of(column.type)
+    if (nulls and storage.null_count) or pa.types.is_dictionary(storage.type):
         return None
-    kind = kind_of(column.type)
     kind.check(column)
-    block = kind.block(column, memory)
-    return None if block is None or block.bit is not None else block
+    return kind
 
 
 def weights_of(column: Any) -> Weights:
@@ -395,11 +336,6 @@ def weights_at(weights: Weights, places: Array) -> Weights:
 def storage_of(column: Any) -> Any:
     """The values that a column of a Python type is kept as; any other column itself."""
     return column.storage if isinstance(column.type, pa.ExtensionType) else column
-
-
-def form_of_type(kind: Any) -> Hashable:
-    """The form of a type: the values of types of one form fit into one type that is no union."""
-    return kind_of(kind).form(kind)
 
 
 def type_name(kind: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,11 +23,11 @@ from shmloader.store.columns.kind import (
     PythonType,
     Reader,
     United,
-    Views,
     Weights,
+    block_of,
     items_of,
-    kind_of,
     reader_of,
+    storage_of,
     type_name,
     weights_at,
     weights_of,
@@ -44,26 +44,8 @@ def list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> Any
     if size is not None:
         part = items[like.offset * size : (like.offset + len(like)) * size]
         return pa.FixedSizeListArray.from_arrays(part, size, mask=mask)
-    if arrow.is_fixed_size_list(like.type):
-        ends: Array = np.arange(like.offset, like.offset + len(like) + 1) * like.type.list_size
-    else:
-        ends = np.asarray(ends_of(like))
-    make, code = (pa.LargeListArray, "i8") if is_large else (pa.ListArray, "i4")
-    return make.from_arrays(numbers_to_arrow(ends.astype(code)), items, mask=mask)
-
-
-def _numbers_in(items: Any) -> memoryview[Any] | None:
-    """The numbers of a column of these, none of which is null."""
-    found = items_of(items)
-    return found if isinstance(found, memoryview) else None
-
-
-def weights_between(ends: Sequence[int], items: Weights) -> Weights:
-    """The weight of the items of each container, which have these ends."""
-    places = np.asarray(ends).astype(np.int64)
-    if isinstance(items, int):
-        return items * np.diff(places)
-    return np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), places))
+    make, code = (pa.LargeListArray, np.int64) if is_large else (pa.ListArray, np.int32)
+    return make.from_arrays(numbers_to_arrow(np.array(ends_of(like), code)), items, mask=mask)
 
 
 class _Containers(Kind):
@@ -71,29 +53,30 @@ class _Containers(Kind):
 
     Attributes:
         builder: Gives the function that builds a row.
-        ends: Gives the places where the items of each row begin, and those of the last one end.
-        contents: Gives the weight of what each row holds.
+        item_weights: Gives the weight of each item that a row may hold.
         view: Gives the function that makes views of rows, and the weight up to which these are built.
     """
 
     builder: Callable[[Any, Origin], Reader]
-    ends: Callable[[Any], Sequence[int]]
-    contents: Callable[[Any], Weights]
-    view: Callable[[Any, Origin, Views], tuple[MakeView, int]]
+    item_weights: Callable[[Any], Weights]
+    view: Callable[[Any, Origin], tuple[MakeView, int]]
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         if origin.views is None:
             return self.builder(column, origin)
-        weights = np.broadcast_to(self.contents(column), len(column))
-        if weights.max(initial=0) <= min(MOST_BUILT, origin.views.heaviest_dict):
+        weights = self.weights(column) - 128
+        if np.max(weights, initial=0) <= min(MOST_BUILT, origin.views.heaviest_dict):
             return self.builder(column, replace(origin, views=None))  # nor is anything inside of them heavy
-        build, ends = self.builder(column, origin), self.ends(column)
-        make, heaviest = self.view(column, origin, origin.views)
-        heavy = frozenset(np.flatnonzero(weights > heaviest).tolist())
+        build, ends = self.builder(column, origin), ends_of(storage_of(column))
+        make, heaviest = self.view(column, origin)
+        heavy = frozenset(np.flatnonzero(np.broadcast_to(weights, len(column)) > heaviest).tolist())
         return lambda i: make(ends[i], ends[i + 1]) if i in heavy else build(i)
 
     def weights(self, column: Any) -> Weights:
-        return 128 + self.contents(column)
+        ends, items = ends_of(storage_of(column)), self.item_weights(column)
+        if isinstance(items, int):
+            return 128 + items * (ends.step if isinstance(ends, range) else np.diff(np.asarray(ends)))
+        return 128 + np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), np.asarray(ends)))
 
 
 class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
@@ -110,20 +93,17 @@ class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):
         return lists_to_arrow(lengths, items)
 
     def builder(self, column: Any, origin: Origin) -> Reader:
-        ends, numbers = ends_of(column), _numbers_in(column.values)
-        if numbers is not None:
+        ends, numbers = ends_of(column), items_of(column.values)
+        if isinstance(numbers, memoryview):
             return lambda i: numbers[ends[i] : ends[i + 1]].tolist()
         read = reader_of(column.values, origin)
         return lambda i: [*map(read, range(ends[i], ends[i + 1]))]
 
-    def ends(self, column: Any) -> Sequence[int]:
-        return ends_of(column)
+    def item_weights(self, column: Any) -> Weights:
+        return weights_of(column.values)
 
-    def contents(self, column: Any) -> Weights:
-        return weights_between(ends_of(column), weights_of(column.values))
-
-    def view(self, column: Any, origin: Origin, views: Views) -> tuple[MakeView, int]:
-        return views.of_lists(column.values, origin), MOST_BUILT
+    def view(self, column: Any, origin: Origin) -> tuple[MakeView, int]:
+        return origin.views.of_lists(column.values, origin), MOST_BUILT
 
     def form(self, kind: Any) -> Hashable:
         return "list"
@@ -145,31 +125,22 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
     """Lists of one length."""
 
     def builder(self, column: Any, origin: Origin) -> Reader:
-        size, numbers = column.type.list_size, _numbers_in(column.values)
+        size, numbers = column.type.list_size, items_of(column.values)
         first = column.offset * size
-        if numbers is not None:
-            return lambda i: numbers[first + i * size : first + i * size + size].tolist()
-        read = reader_of(column.values, origin)
+        if isinstance(numbers, memoryview):
+
+            def read_numbers(i: int) -> list[Any]:
+                at = first + i * size  # quicker than two looks at a range
+                return numbers[at : at + size].tolist()
+
+            return read_numbers
         if size == 1:
+            read = reader_of(column.values, origin)
             return lambda i: [read(first + i)]
-        return lambda i: [*map(read, range(first + i * size, first + i * size + size))]
-
-    def ends(self, column: Any) -> Sequence[int]:
-        size, first = column.type.list_size, column.offset
-        if not size:
-            return [0] * (len(column) + 1)
-        return range(first * size, (first + len(column) + 1) * size, size)
-
-    def contents(self, column: Any) -> Weights:
-        size, items = int(column.type.list_size), weights_of(column.values)
-        if isinstance(items, int):
-            return size * items
-        part: Array = items[column.offset * size :][: len(column) * size]
-        return np.asarray(part.reshape(len(column), size).sum(axis=1))
+        return super().builder(column, origin)
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
-        size, values = column.type.list_size, column.values
-        found = None if values.null_count else kind_of(values.type).block(values, memory)
+        size, found = column.type.list_size, block_of(column.values, memory)
         if found is None or not size or found.bit is not None or found.rows is not np.ndarray.tolist:
             return None
         items = found.items[column.offset * size : (column.offset + len(column)) * size]
@@ -237,16 +208,12 @@ class Maps(_Containers, PythonType, name="dict", over=Lists):
 
         return build
 
-    def ends(self, column: Any) -> Sequence[int]:
-        return ends_of(column.storage)
-
-    def contents(self, column: Any) -> Weights:
+    def item_weights(self, column: Any) -> Weights:
         pairs = column.storage.values
-        items = weights_of(pairs.field(0)) + weights_of(pairs.field(1))
-        return weights_between(ends_of(column.storage), items)
+        return weights_of(pairs.field(0)) + weights_of(pairs.field(1))
 
-    def view(self, column: Any, origin: Origin, views: Views) -> tuple[MakeView, int]:
-        return views.of_dicts(column.storage.values, origin), views.heaviest_dict
+    def view(self, column: Any, origin: Origin) -> tuple[MakeView, int]:
+        return origin.views.of_dicts(column.storage.values, origin), origin.views.heaviest_dict
 
     def unite(self, parts: list[Any], united: United) -> list[Any]:
         if len({part.storage.values.type.num_fields for part in parts}) > 1:

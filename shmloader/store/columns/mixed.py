@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.buffers import bits_of, numbers_of, numbers_to_arrow
 from shmloader.store.columns.kind import (
     Kind,
@@ -18,7 +17,6 @@ from shmloader.store.columns.kind import (
     Reader,
     Weights,
     children_of,
-    form_of_type,
     items_of,
     kind_of,
     reader_of,
@@ -32,6 +30,10 @@ MOST_KINDS = 127
 """As many as Arrow's union has."""
 
 
+_MOST_MADE = 1 << 16  # texts of a dictionary that a process makes when it first reads a row
+_UNION = pa.dense_union([pa.field("", pa.null())])
+
+
 class Others(Kind, arrow=[None]):
     """Values of all other types of Arrow's, as Arrow itself reads them."""
 
@@ -40,10 +42,6 @@ class Others(Kind, arrow=[None]):
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         return lambda i: column[i].as_py()
-
-
-_MOST_MADE = 1 << 16  # texts of a dictionary that a process makes when it first reads a row
-_UNION = pa.dense_union([pa.field("", pa.null())])
 
 
 class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])]):
@@ -59,11 +57,14 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
     def _is_ours(kind: Any) -> bool:
         return bool(kind.id == _UNION.id and list(kind.type_codes) == list(range(kind.num_fields)))
 
+    @staticmethod
+    def _places(column: Any) -> tuple[memoryview[Any], memoryview[Any]]:
+        return numbers_of(column, 1, "b", len(column)), numbers_of(column, 2, "i", len(column))
+
     def getter(self, column: Any, origin: Origin) -> Reader:
         if not self._is_ours(column.type):
             return super().getter(column, origin)
-        tags = numbers_of(column, 1, "b", len(column))
-        places = numbers_of(column, 2, "i", len(column))
+        tags, places = self._places(column)
         # field() of a slice is the whole child: places count from its begin.
         readers = [reader_of(column.field(number), origin) for number in range(column.type.num_fields)]
         return lambda i: readers[tags[i]](places[i])
@@ -71,8 +72,7 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
     def weights(self, column: Any) -> Weights:
         if not self._is_ours(column.type):
             return super().weights(column)
-        tags: Array = np.asarray(numbers_of(column, 1, "b", len(column)))
-        places: Array = np.asarray(numbers_of(column, 2, "i", len(column)))
+        tags, places = map(np.asarray, self._places(column))
         found = np.zeros(len(tags), np.int64)
         for tag in range(column.type.num_fields):
             chosen = tags == tag
@@ -84,15 +84,9 @@ class Unions(Others, arrow=[_UNION, pa.sparse_union([pa.field("", pa.null())])])
 
 
 def union_of(values: list[Any], keys: Sequence[Hashable], encode: Callable[[Any, list[Any]], Any]) -> Any:
-    """A column of values of several kinds.
+    """A column of values of several kinds, the ``keys``: ``encode`` makes that of a kind from its values.
 
-    Args:
-        values: The values.
-        keys: The kind of each.
-        encode: Called with a kind and its values.
-
-    Returns:
-        A dense union, or the one kind's column where there is but one; pickles where there are too many.
+    A dense union, or the one kind's column where there is but one; pickles where there are too many.
     """
     tag_of = {key: tag for tag, key in enumerate(dict.fromkeys(keys))}
     if len(tag_of) == 1:
@@ -131,7 +125,7 @@ class Dictionaries(Kind, arrow=[pa.dictionary(pa.int8(), pa.string())]):
         return weights * bits[indices.offset & 7 :][: len(indices)]
 
     def form(self, kind: Any) -> Hashable:
-        return form_of_type(kind.value_type)
+        return kind_of(kind.value_type).form(kind.value_type)
 
     def describe(self, kind: Any) -> str:
         return f"{type_name(kind.value_type)}, each once"

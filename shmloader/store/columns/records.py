@@ -20,12 +20,7 @@ from pyarrow import types as arrow
 from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.arrays import Arrays
 from shmloader.store.columns.buffers import mask_of, numbers_to_arrow
-from shmloader.store.columns.classes import (
-    is_plain_dataclass,
-    is_plain_namedtuple,
-    maker_of,
-    state_of,
-)
+from shmloader.store.columns.classes import is_plain_dataclass, is_plain_namedtuple, maker_of, state_of
 from shmloader.store.columns.kind import (
     Kind,
     Origin,
@@ -62,12 +57,9 @@ class Keys(PythonType, name="keys", over=Ints | FixedOctets):
     def write_forms(
         cls, rows: list[list[tuple[str, ...]]], forms: Iterable[tuple[str, ...]], names: Sequence[str]
     ) -> list[Any]:
-        """Columns of the keys of some rows each.
+        """Columns of the keys of some rows each, given the form of each row: its keys in order.
 
-        Args:
-            rows: The form of each row: its keys in order.
-            forms: All forms, also those of other columns of the same type.
-            names: All keys.
+        The type has all ``names``, and all ``forms``, also those of other columns of the same type.
         """
         places = {name: place for place, name in enumerate(names)}
         orders: dict[tuple[int, ...], int] = {}
@@ -135,13 +127,6 @@ def types_of_fields(kind: Any) -> dict[str, Any]:
     return found if len({field.name for field in kind}) == kind.num_fields else {}
 
 
-def has_field(kind: Any, name: str | int) -> bool:
-    """Whether `types_of_fields` has a name; in a tenth of the time where there are many fields."""
-    names = kind.names
-    is_there = name in names and len(set(names)) == len(names)
-    return is_there and not isinstance(kind.field(name).type, Keys)
-
-
 def keys_of(column: Any) -> Any:
     """The column of the keys that each of some structs has; None if all have all keys in one order."""
     place = column.type.get_field_index(Keys.NAME)
@@ -168,7 +153,9 @@ class Records(Kind, arrow=[pa.struct([])]):
         if _are_data(values, len(names), depth, is_alike=forms is None):
             return Maps.write(values, encoder, depth)
         is_sparse = forms and sum(map(len, forms)) < _LEAST_FILLED * len(values) * len(names)
-        if not _are_fields(names) or is_sparse:
+        are_short = set(map(type, names)) <= {str} and len(names) <= _MOST_FIELDS
+        are_fields = are_short and Keys.NAME not in names and all(map(is_unicode, names))
+        if not are_fields or is_sparse:
             return Maps.write(values, encoder, depth)
         if not names:
             return pa.Array.from_buffers(pa.struct([]), len(values), [None])
@@ -304,12 +291,6 @@ def merged_order(name_tuples: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
         order.append(came[heappop(ready)])
         sorter.done(order[-1])
     return tuple(order)
-
-
-def _are_fields(names: Sequence[Any]) -> bool:
-    """Whether keys can be the names of a struct's fields."""
-    is_short = set(map(type, names)) <= {str} and len(names) <= _MOST_FIELDS
-    return is_short and Keys.NAME not in names and all(map(is_unicode, names))
 
 
 def _are_data(values: list[dict[Any, Any]], names: int, depth: int, *, is_alike: bool) -> bool:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from shmloader.codec.array_kinds import Array
 from shmloader.store.columns.buffers import numbers_of, numbers_to_arrow
-from shmloader.store.columns.kind import Kind, Origin, PythonType, Reader, UnfitError
+from shmloader.store.columns.kind import Kind, Origin, PythonType, Reader, UnfitError, storage_of
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _NAIVE_EPOCH = _EPOCH.replace(tzinfo=None)
@@ -26,13 +26,13 @@ def _microseconds(values: Iterable[dt.timedelta]) -> Array:
 
 
 class _Counts(Kind):
-    """Values that a function makes of a number each: of days, or of microseconds."""
+    """Values that a function, which ``maker`` gives, makes of a number each: of days, or of microseconds."""
 
     CODE = "q"
-    make: Callable[[int], Any]  # makes a value
+    maker: Callable[[Origin], Callable[[int], Any]]
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        counts, make = numbers_of(column, 1, self.CODE, len(column)), self.make
+        counts, make = numbers_of(storage_of(column), 1, self.CODE, len(column)), self.maker(origin)
         return lambda i: make(counts[i])
 
 
@@ -47,9 +47,8 @@ class Dates(_Counts, arrow=[pa.date32()]):
         days = np.fromiter(map(dt.date.toordinal, values), np.int32, len(values))
         return numbers_to_arrow(days - _EPOCH.toordinal(), pa.date32())
 
-    @staticmethod
-    def make(count: int) -> dt.date:
-        return dt.date.fromordinal(count + 719_163)
+    def maker(self, origin: Origin) -> Callable[[int], dt.date]:
+        return lambda days: dt.date.fromordinal(days + 719_163)
 
 
 class Times(_Counts, arrow=[pa.time64("us")]):
@@ -68,10 +67,12 @@ class Times(_Counts, arrow=[pa.time64("us")]):
         seconds = np.array([(one.hour * 60 + one.minute) * 60 + one.second for one in values], np.int64)
         return numbers_to_arrow(seconds * 10**6 + [one.microsecond for one in values], cls.EXACT)
 
-    @staticmethod
-    def make(count: int) -> dt.time:
-        minutes, microseconds = divmod(count, 60 * 10**6)
-        return dt.time(minutes // 60, minutes % 60, microseconds // 10**6, microseconds % 10**6)
+    def maker(self, origin: Origin) -> Callable[[int], dt.time]:
+        def make(count: int) -> dt.time:
+            minutes, microseconds = divmod(count, 60 * 10**6)
+            return dt.time(minutes // 60, minutes % 60, microseconds // 10**6, microseconds % 10**6)
+
+        return make
 
 
 class Durations(_Counts, arrow=[pa.duration("us")]):
@@ -79,7 +80,6 @@ class Durations(_Counts, arrow=[pa.duration("us")]):
 
     takes = (dt.timedelta,)
     EXACT = pa.duration("us")
-    make = staticmethod(functools.partial(dt.timedelta, 0, 0))
 
     @classmethod
     def write(cls, values: list[dt.timedelta], encoder: Any, depth: int) -> Any:
@@ -87,6 +87,9 @@ class Durations(_Counts, arrow=[pa.duration("us")]):
             return numbers_to_arrow(_microseconds(values), cls.EXACT)
         except OverflowError:
             raise UnfitError(lambda value: abs(value.days) < _MOST_DAYS) from None
+
+    def maker(self, origin: Origin) -> Callable[[int], dt.timedelta]:
+        return functools.partial(dt.timedelta, 0, 0)
 
 
 class Datetimes(_Counts, arrow=[pa.timestamp("us")]):
@@ -101,10 +104,8 @@ class Datetimes(_Counts, arrow=[pa.timestamp("us")]):
 
         def is_alike(value: dt.datetime) -> bool:
             found = value.tzinfo
-            of_one_zone = not value.fold and (type(found), str(found)) == (type(zone), str(zone))
-            return of_one_zone and (
-                zone is None or 1 < value.year < dt.MAXYEAR
-            )  # else UTC may be out of range
+            is_sure = zone is None or 1 < value.year < dt.MAXYEAR  # else UTC may be out of range
+            return is_sure and not value.fold and (type(found), str(found)) == (type(zone), str(zone))
 
         if not all(map(is_alike, values)):
             raise UnfitError(is_alike)
@@ -112,17 +113,12 @@ class Datetimes(_Counts, arrow=[pa.timestamp("us")]):
             return ZonedDatetimes.write(values, encoder, depth)
         return numbers_to_arrow(_microseconds(value - _NAIVE_EPOCH for value in values), cls.EXACT)
 
-    @staticmethod
-    def make(count: int) -> dt.datetime:
-        return _NAIVE_EPOCH + dt.timedelta(0, 0, count)
+    def maker(self, origin: Origin) -> Callable[[int], dt.datetime]:
+        return lambda count: _NAIVE_EPOCH + dt.timedelta(0, 0, count)
 
 
-class ZonedDatetimes(PythonType, name="datetime"):
+class ZonedDatetimes(_Counts, PythonType, name="datetime"):
     """Times with a zone: microseconds in UTC; the zone is ``key`` (zoneinfo) or ``offset_s``."""
-
-    def getter(self, column: Any, origin: Origin) -> Reader:
-        counts, make = numbers_of(column.storage, 1, "q", len(column)), self.maker(origin)
-        return lambda i: make(counts[i])
 
     @classmethod
     def write(cls, values: list[dt.datetime], encoder: Any, depth: int) -> Any:
@@ -143,11 +139,11 @@ class ZonedDatetimes(PythonType, name="datetime"):
         if self.storage_type != pa.timestamp("us", "UTC"):
             raise ValueError(f"datetimes over {self.storage_type} mean nothing")
 
-    def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        offset = dt.timedelta(seconds=self.parameters.get("offset_s", 0))
-        zone: dt.tzinfo = dt.timezone(offset) if offset else dt.UTC
-        if "key" in self.parameters:
-            zone = zoneinfo.ZoneInfo(self.parameters["key"])
+    def maker(self, origin: Origin) -> Callable[[int], dt.datetime]:
+        said = self.parameters
+        zone: dt.tzinfo = dt.timezone(dt.timedelta(seconds=said.get("offset_s", 0)))
+        if "key" in said:
+            zone = zoneinfo.ZoneInfo(said["key"])
         if zone is dt.UTC:
             return lambda count: _EPOCH + dt.timedelta(0, 0, count)
         return lambda count: (_EPOCH + dt.timedelta(0, 0, count)).astimezone(zone)

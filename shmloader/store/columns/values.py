@@ -22,15 +22,7 @@ from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns import buffers
-from shmloader.store.columns.kind import (
-    Block,
-    Kind,
-    Origin,
-    PythonType,
-    Reader,
-    UnfitError,
-    United,
-)
+from shmloader.store.columns.kind import Block, Kind, Origin, PythonType, Reader, UnfitError, United
 from shmloader.store.sealed_buffer import SharedBuffer
 
 _SAMPLED_TEXTS = 256
@@ -47,8 +39,8 @@ KIND_OF_SCALAR: dict[type, ArrayKind] = {
 class Nulls(Kind, arrow=[pa.null()]):
     """None alone; beside other values it is Arrow's null."""
 
-    is_number = True
     takes = (NoneType,)
+    is_number = True
     nullable = False
 
     @classmethod
@@ -146,8 +138,8 @@ class Bools(Kind, arrow=[pa.bool_()]):
         return read
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block:
-        kind, bit = KIND_OF_SCALAR[bool], column.offset & 7
-        return Block(buffers.bits_of(column, 1), kind, np.ndarray.tolist, bit=bit)
+        bits = buffers.bits_of(column, 1)
+        return Block(bits, KIND_OF_SCALAR[bool], np.ndarray.tolist, bit=column.offset & 7)
 
 
 class Texts(_Castable, arrow=[pa.string(), pa.large_string()]):
@@ -158,10 +150,11 @@ class Texts(_Castable, arrow=[pa.string(), pa.large_string()]):
 
     @classmethod
     def write(cls, values: list[str], encoder: Any, depth: int) -> Any:
-        return _each_once(unicode_to_arrow(values, is_unicode))
+        return _each_once(unicode_to_arrow(values))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        memory, begin, ends = _parts(column, origin)
+        memory, begin = origin.octets(column.buffers()[2])
+        ends = buffers.ends_of(column)
         return lambda i: memory[begin + ends[i] : begin + ends[i + 1]].decode()
 
 
@@ -176,13 +169,9 @@ class Octets(_Castable, arrow=[pa.binary(), pa.large_binary()]):
         return _each_once(buffers.octets_to_arrow(values))
 
     def getter(self, column: Any, origin: Origin) -> Reader:
-        memory, begin, ends = _parts(column, origin)
+        memory, begin = origin.octets(column.buffers()[2])
+        ends = buffers.ends_of(column)
         return lambda i: memory[begin + ends[i] : begin + ends[i + 1]]
-
-
-def _parts(column: Any, origin: Origin) -> tuple[Any, int, memoryview[Any]]:
-    """Memory whose slices are bytes, the place where those of a column begin in it, and their ends."""
-    return *origin.octets(column.buffers()[2]), buffers.ends_of(column)
 
 
 class FixedOctets(Kind, arrow=[pa.binary(1)]):
@@ -203,12 +192,12 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def unicode_to_arrow(texts: list[str], fits: Callable[[Any], bool]) -> Any:
-    """A column of texts; `UnfitError` where a value does not fit."""
+def unicode_to_arrow(texts: list[str]) -> Any:
+    """The column of the texts of some values; `UnfitError` where one has surrogates."""
     try:
         return buffers.texts_to_arrow(texts)
     except UnicodeEncodeError:
-        raise UnfitError(fits) from None
+        raise UnfitError(lambda value: is_unicode(str(value))) from None
 
 
 def _each_once(column: Any) -> Any:
@@ -241,8 +230,7 @@ class Paths(PythonType, name="path", over=Texts):
 
     @classmethod
     def write(cls, values: list[pathlib.PurePath], encoder: Any, depth: int) -> Any:
-        texts = unicode_to_arrow(list(map(str, values)), lambda value: is_unicode(str(value)))
-        return cls.around(texts, kind=type(values[0]).__name__)
+        return cls.around(unicode_to_arrow(list(map(str, values))), kind=type(values[0]).__name__)
 
 
 class Uuids(PythonType, name="uuid", over=FixedOctets):
@@ -252,6 +240,11 @@ class Uuids(PythonType, name="uuid", over=FixedOctets):
 
     @classmethod
     def write(cls, values: list[uuid.UUID], encoder: Any, depth: int) -> Any:
+        def is_plain(value: uuid.UUID) -> bool:
+            return value.is_safe is uuid.SafeUUID.unknown
+
+        if not all(map(is_plain, values)):
+            raise UnfitError(is_plain)
         return cls.around(fixed_to_arrow([value.bytes for value in values], 16))
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
@@ -266,12 +259,11 @@ class Enums(PythonType, name="enum", over=Ints, where=lambda kind: issubclass(ki
         kind: Any = type(values[0])
         members = list(kind.__members__)
         places = {id(kind.__members__[name]): place for place, name in reversed(list(enumerate(members)))}
-        numbers = [places.get(id(value), -1) for value in values]
-        if -1 in numbers:  # combined flags
+        numbers = np.array([places.get(id(value), -1) for value in values], np.int32)
+        if (numbers < 0).any():  # combined flags
             raise UnfitError
-        name = encoder.name_of(kind)
-        numbers = buffers.numbers_to_arrow(np.array(numbers, np.int8 if len(members) < 128 else np.int32))
-        return cls.around(numbers, python=name, members=members)
+        numbers = numbers.astype(np.int8 if len(members) < 128 else np.int32)
+        return cls.around(buffers.numbers_to_arrow(numbers), python=encoder.name_of(kind), members=members)
 
     def is_for(self, found: Any) -> bool:
         """Whether a class is still the one of the name."""
@@ -314,10 +306,15 @@ class Pickles(PythonType, name="pickle", over=Octets):
 
 
 class _ObjectPickler(pickle.Pickler):
-    """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along."""
+    """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along.
+
+    NumPy's own way with its texts drops zeros at their end.
+    """
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not torch.Tensor or value.requires_grad:
+        if type(value) is np.str_ or type(value) is np.bytes_:
+            return type(value), (value[:],)
+        if type(value) is not torch.Tensor or value.requires_grad or value.__dict__:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
             # torch's own way keeps every such tensor that pickle.loads makes alive for good: it expects
