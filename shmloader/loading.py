@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -155,6 +156,7 @@ class Loading:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
+        epoch = operator.index(epoch)  # states hold plain ints, and torch's generators take no others
         for sampler in with_inner(Settings.of(self.loader()).index_sampler):
             if has_set_epoch(sampler):
                 sampler.set_epoch(epoch)
@@ -200,6 +202,7 @@ class Loading:
         loader = self.loader()
         if not self.states.begun:
             check_resumable(loader.dataset, loader.num_workers)
+        taken = None if taken is None else operator.index(taken)
         return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
 
     def follow(self, batches: Iterable[Any]) -> Iterable[Any]:
@@ -224,7 +227,7 @@ class Loading:
         """A batch by its number; see `DataLoader.batch`."""
         from shmloader.one_batch import Begin, batch_of
 
-        loader = self.loader()
+        loader, epoch, number = self.loader(), operator.index(epoch), operator.index(number)
         loaded = _loaded_state(loader)
         seeds = self.states.seeds_of(epoch, loaded)
         begin = Begin(*self.states.begin_of(loaded), is_loaded=loaded is not None)

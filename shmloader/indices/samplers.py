@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -68,9 +69,16 @@ def sampler_of_indices(index_sampler: Any) -> Any:
 def sampler_with_epoch(index_sampler: Any) -> Any:
     """The sampler with ``set_epoch()`` and the epoch as its attribute, or None."""
     for sampler in with_inner(index_sampler):
-        if callable(attribute_of(sampler, "set_epoch")) and isinstance(attribute_of(sampler, "epoch"), int):
+        epoch = attribute_of(sampler, "epoch")
+        if callable(attribute_of(sampler, "set_epoch")) and isinstance(epoch, Integral):
             return sampler
     return None
+
+
+def epoch_of(index_sampler: Any) -> int | None:
+    """The epoch of the sampler with ``set_epoch()``, a plain int also if it was set to NumPy's; or None."""
+    sampler = sampler_with_epoch(index_sampler)
+    return None if sampler is None else int(sampler.epoch)
 
 
 def sharded_sampler(index_sampler: Any) -> ShardedSampler | TokenBatchSampler | MixtureSampler | None:

@@ -87,7 +87,7 @@ class Pass:
         first batch. Raises `ResumeError` if the state cannot be resumed from.
         """
         settings, goes_on = self.settings, self._goes_on
-        sampler_epoch = getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None)
+        sampler_epoch = samplers.epoch_of(settings.index_sampler)
         done: int | tuple[int, ...] = 0
         in_order, global_before, sampler_begin = True, self.global_before, WHOLE_EPOCH
         if goes_on is not None:

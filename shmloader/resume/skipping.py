@@ -29,8 +29,11 @@ def skip_batches(state: Mapping[str, Any], batches: range) -> dict[str, Any]:
 
     Raises:
         ResumeError: If the state is damaged, that of a stream, or lies between two epochs.
+        TypeError: If ``batches`` is no range. Make a call for each, if there are several.
         ValueError: For a range with negative numbers, with other steps, or of more than 10 million batches.
     """
+    if not isinstance(batches, range):
+        raise TypeError(f"batches must be a range, such as range(80, 100), and not {batches!r:.100}")
     if batches.step != 1 or batches.start < 0:
         raise ValueError(f"batches must be a range of numbers from 0 on, in steps of 1, and not {batches!r}")
     if (most := batches.stop - batches.start) > _MOST:

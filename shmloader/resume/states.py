@@ -215,7 +215,7 @@ class States:
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
         return compatibility.described(settings) | {
             "set_epoch": self.set_epoch,
-            "sampler_epoch": getattr(samplers.sampler_with_epoch(settings.index_sampler), "epoch", None),
+            "sampler_epoch": samplers.epoch_of(settings.index_sampler),
             "base_seed": None if progress is None else progress.base_seed,
             "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
             "persistent_workers": bool(settings.persistent_workers),

@@ -12,6 +12,9 @@ import torch
 
 from shmloader.errors import ResumeError
 
+_REASON = "WeightsUnpickler error: "
+"""What stands before the reason in torch's message, after advice on files that does not help here."""
+
 
 def pack_user_state(state: Any, owner: str) -> str:
     """A state as text: JSON if that restores it, else as ``torch.save`` writes it; or a `ResumeError`."""
@@ -25,9 +28,11 @@ def pack_user_state(state: Any, owner: str) -> str:
         file.seek(0)
         torch.load(file, weights_only=True)
     except Exception as error:
+        why = str(error).rpartition(_REASON)[2].partition(". ")[0]
         raise ResumeError(
             f"the state_dict() of {owner} holds what cannot be saved, or what torch.load(weights_only=True) "
-            f"does not load: {error!s:.500}. Return numbers, strings, lists, dicts, tensors."
+            f"does not load: {why:.500}. Return Python's own numbers, strings, "
+            "lists and dicts, and tensors: int(...) and .tolist() make them of NumPy's."
         ) from error
     return f"torch:{base64.b64encode(file.getvalue()).decode()}"
 

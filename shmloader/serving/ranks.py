@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def _epoch_of_sampler(settings: Settings) -> int | None:
     for sampler in with_inner(settings.index_sampler):
         if has_set_epoch(sampler):
             epoch = getattr(sampler, "epoch", None)
-            return epoch if isinstance(epoch, int) else None
+            return int(epoch) if isinstance(epoch, Integral) else None
     return None
 
 

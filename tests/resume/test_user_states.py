@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,6 +33,14 @@ def test_tensors_are_kept() -> None:
 
 class Own:
     """A class that only this program knows."""
+
+
+@pytest.mark.parametrize("state", [{"place": np.int64(3)}, {"order": np.arange(3)}])
+def test_what_is_refused_of_numpys_is_named(state: Any) -> None:
+    with pytest.raises(
+        ResumeError, match=r"does not load: .*numpy.* by default\. Return .*int\(\.\.\.\) and \.tolist\(\)"
+    ):
+        pack_user_state(state, "S")
 
 
 @pytest.mark.parametrize("state", [Own(), {"a": lambda: 0}])
