@@ -105,10 +105,10 @@ class Loop:
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
-        set_current_allocator(self._allocator)
         try:
             with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
                 self._start()
+                set_current_allocator(self._allocator)
                 while not self._is_over:
                     self._serve()
         finally:
