@@ -112,12 +112,12 @@ class Loop:
                 while not self._is_over:
                     self._serve()
         finally:
+            set_current_allocator(None)
             # A reference cycle through the fetcher would keep a thread's dataset until the next garbage
             # collection.
             self._fetcher = None
             self._setup.end()  # after the stream, whose ``finally`` blocks may need what was set up
             self._allocator.close()
-            set_current_allocator(None)
 
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""
