@@ -105,19 +105,19 @@ class Loop:
 
     def run(self) -> None:
         """Start, and answer tasks until the main process closes the link."""
-        set_current_allocator(self._allocator)
         try:
             with contextlib.suppress(BrokenPipeError):  # nobody waits for an answer
                 self._start()
+                set_current_allocator(self._allocator)
                 while not self._is_over:
                     self._serve()
         finally:
+            set_current_allocator(None)
             # A reference cycle through the fetcher would keep a thread's dataset until the next garbage
             # collection.
             self._fetcher = None
             self._setup.end()  # after the stream, whose ``finally`` blocks may need what was set up
             self._allocator.close()
-            set_current_allocator(None)
 
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""
