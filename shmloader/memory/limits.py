@@ -51,17 +51,28 @@ def memory_headroom(pid: int | None = None) -> Headroom:
     """
     global _last_known  # noqa: PLW0603 - the same for all loaders of this process
     try:
-        memory = psutil.virtual_memory()
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE) or _last_known is None:
+        machine = _machine_headroom()
+    except OSError:
+        if _last_known is None:
             raise
         return _last_known
-    machine = Headroom(memory.available, memory.total, "the machine's memory")
     rooms = [machine, *filter(None, map(_cgroup_headroom, _cgroups("memory", pid)))]
     least = min(rooms, key=operator.attrgetter("available_nbytes"))
     if pid is None:
         _last_known = least
     return least
+
+
+def _machine_headroom() -> Headroom:
+    """The machine's memory; where that is not told (no /proc), the part of it that is free."""
+    try:
+        memory = psutil.virtual_memory()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        page_nbytes, *pages = map(os.sysconf, ("SC_PAGE_SIZE", "SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        return Headroom(pages[0] * page_nbytes, pages[1] * page_nbytes, "the machine's memory (free pages)")
+    return Headroom(memory.available, memory.total, "the machine's memory")
 
 
 def check_headroom(nbytes: int, purpose: str, *, spare: int = 0, advice: str = _ADVICE) -> None:
@@ -245,7 +256,7 @@ def processor_use(pids: Iterable[int | None] = ()) -> ProcessorUse:
 def open_files() -> tuple[int | None, int | None]:
     """Descriptors that are open now, if they can be counted, and the most there may be (``ulimit -n``)."""
     used: int | None = None
-    with contextlib.suppress(OSError, AttributeError):  # there may be none left to count them with; Windows
+    with contextlib.suppress(OSError, psutil.Error, AttributeError):  # none left to count them with; Windows
         used = psutil.Process().num_fds() - 1  # without the one by which they are counted
     return used, _limits("RLIMIT_NOFILE")[0]
 

@@ -16,7 +16,7 @@ class StandIn:
         self._owner, self._name = owner, name
         self._before = vars(owner).get(name)  # None for what a class inherits
         self._own = getattr(owner, name)
-        self.__doc__ = self._own.__doc__
+        self.__doc__, self.__module__ = self._own.__doc__, getattr(self._own, "__module__", "")
 
     def replace(self) -> None:
         """Take the name, unless the program has given it a function of its own."""

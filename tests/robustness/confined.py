@@ -23,6 +23,13 @@ SMALL_SHM = (
 )  # fmt: skip
 """A mount namespace with a /dev/shm of 16 MB. Needs root."""
 
+NO_PROC = (
+    *("unshare", "-m", "sh", "-c"),
+    'cores=$(cat /proc/cpuinfo) && mount -t tmpfs tmpfs /proc && echo "$cores" > /proc/cpuinfo && exec "$@"',
+    "sh",
+)
+"""A mount namespace with nothing in /proc but the cores, without which torch prints an error. Needs root."""
+
 FEW_DESCRIPTORS = ("prlimit", "--nofile=64:1024", "--")
 """At most 64 open files. A program may allow itself more, as tests do while torch's own loader runs."""
 

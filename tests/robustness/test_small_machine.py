@@ -10,7 +10,7 @@ import torch
 from loading import Growing, Numbered
 
 import shmloader
-from robustness.confined import FEW_DESCRIPTORS, SMALL_SHM, memory_cgroup, works
+from robustness.confined import FEW_DESCRIPTORS, NO_PROC, SMALL_SHM, memory_cgroup, works
 from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
@@ -72,6 +72,27 @@ def test_batches_larger_than_dev_shm_are_exact() -> None:
     spills, entries = printed.split(maxsplit=1)
     assert spills == "0"
     assert entries.strip() == "[]"
+
+
+def test_a_loader_needs_no_proc() -> None:
+    """Where it is not mounted, or hidden, torch's loader works too."""
+    if not works(NO_PROC):
+        pytest.skip("no mount namespaces here")
+    printed = python(
+        """
+        import os
+        import shmloader
+        from loading import Numbered
+        from robustness.datasets import first_indices
+        assert os.listdir("/proc") == ["cpuinfo"]
+        loader = shmloader.DataLoader(Numbered(40, items=1 << 18), 4, num_workers=2, persistent_workers=True)
+        for _ in range(2):
+            assert first_indices(loader) == list(range(0, 40, 4))
+        print(loader.statistics().batches)
+        """,
+        wrap=NO_PROC,
+    )
+    assert printed.split() == ["20"]
 
 
 def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and_mappings_flat() -> None:

@@ -255,12 +255,14 @@ class Remembers:
     def __call__(self, rows: list[torch.Tensor]) -> Any:
         self.functions += [torch.stack, torch.Tensor.new_zeros]
         inside = pickle.loads(pickle.dumps(torch.cat))
-        return self.functions[0](rows), inside, list(self.functions)
+        names = [f"{one.__module__}.{one.__qualname__}" for one in (torch.stack, np.stack)]
+        return self.functions[0](rows), inside, list(self.functions), names
 
 
-def test_replaced_functions_are_pickled_as_torchs() -> None:
-    for _, inside, functions in load(Remembers())[0]:
+def test_replaced_functions_are_pickled_and_named_as_torchs() -> None:
+    for _, inside, functions, names in load(Remembers())[0]:
         assert inside is torch.cat
+        assert names == [f"{one.__module__}.{one.__qualname__}" for one in (torch.stack, np.stack)]
         assert set(functions) == {torch.stack, torch.Tensor.new_zeros}
 
 
