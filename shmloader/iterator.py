@@ -210,8 +210,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self.close()
                 self._check_open()
             self._waits = waits
-            progress = self._progress
-            self._done_before = progress.done
+            self._done_before = self._progress.done
+            progress = self._progress  # from here on an interrupt takes back what this call has taken
             # torch's own __next__ opens a profiler range (10 us), and warns of a stream that is longer than
             # len(loader) has said.
             len_called: Any = self._IterableDataset_len_called
