@@ -223,8 +223,7 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
                 f"requires_grad={value.requires_grad}. See Tensor.detach(), Tensor.cpu(), Tensor.to_dense() "
                 "and Tensor.reshape(1)."
             )
-        make, attributes = writer.array(resolved), dict(value.__dict__)
-        return (lambda buffer: _with_attributes(make(buffer), attributes)) if attributes else make
+        return writer.array(resolved)
     if not value.ndim and value.nbytes < objects.LEAST_NBYTES:
         raise TypeError(
             f"an array without dimensions is one value ({value!r:.80}), not rows: nothing in it would be "
@@ -233,11 +232,6 @@ def _write_array(value: Any, writer: MemoryWriter) -> Make:
     if value.dtype.hasobject:
         raise TypeError(f"an array of Python objects with {value.ndim} dimensions: share a list of its rows")
     return writer.array(value)
-
-
-def _with_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
-    tensor.__dict__.update(attributes)
-    return tensor
 
 
 def _write_rows(value: Any, writer: MemoryWriter, copy: bool) -> Make:

@@ -126,10 +126,11 @@ class RowStore(Store):
     def _raise(self, error: Exception, index: int | None = None) -> NoReturn:
         """Raise an error that reading a row raised; for rows from files, one that names the file."""
         sources = self.chunks.sources
-        arrays = self._column.arrays() if sources and self.chunks.pickles else []
+        if not sources or isinstance(error, LoaderError):
+            raise error
         # Reading pickled values may raise whatever their classes do.
-        has_pickles = any(find_types(kind, Pickles) for kind in dict.fromkeys(array.type for array in arrays))
-        if not sources or isinstance(error, LoaderError) or has_pickles:
+        types = {array.type for array in self._column.arrays()} if self.chunks.pickles else ()
+        if any(find_types(kind, Pickles) for kind in types):
             raise error
         file = sources[0] + ", or another file that was opened with it," * (len(set(sources)) > 1)
         if index is not None:

@@ -299,7 +299,8 @@ def shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
     if not pa.types.is_struct(storage.type) or storage.null_count or keys_of(storage) is not None:
         return None, ()
     if isinstance(kind, Tuples | Namedtuples):
-        return kind.parameters.get("python", tuple), tuple(types_of_fields(storage.type))
+        python = kind.parameters["python"] if isinstance(kind, Namedtuples) else tuple
+        return python, tuple(types_of_fields(storage.type))
     return (dict, tuple(types_of_fields(kind))) if storage is column else (None, ())
 
 

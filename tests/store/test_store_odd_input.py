@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
+from store_samples import Point
 
 from shmloader import NotSharedWarning, SharedMemoryExhausted, share
 from shmloader.store import Store, open_store
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.job import fingerprint_of
 from shmloader.store.testing import identical
+from shmloader.store.views import ListView
 
 
 class Holder:
@@ -195,20 +198,44 @@ def test_numpys_texts_keep_zeros_at_their_end(text: Any) -> None:
     assert share({text: 1}).get(text[:]) == 1
 
 
-def test_tensors_keep_attributes_of_the_programs() -> None:
-    rows = [torch.arange(3), torch.arange(4), torch.zeros(1 << 19)]
-    rows[0].label, rows[2].classes = 7, ["a", "b"]
-    store = share([rows[0], rows[1]] * 20)
-    assert (store[0].label, store[0].tolist(), vars(store[1])) == (7, [0, 1, 2], {})
-    assert share([[rows[0], {1}]])[0][0].label == 7
-    held = share(Holder(data=rows[2])).data
-    assert held is not rows[2]
-    assert held.classes == ["a", "b"]
-
-
 def test_uuids_keep_how_safe_they_are() -> None:
     safe = [uuid.UUID(int=n, is_safe=kind) for n, kind in enumerate(uuid.SafeUUID)]
     assert [row.is_safe for row in share(safe)] == list(uuid.SafeUUID)
+
+
+@pytest.mark.parametrize("safe", uuid.SafeUUID)
+def test_uuids_that_are_as_safe_as_each_other_are_no_pickles(safe: uuid.SafeUUID, tmp_path: Path) -> None:
+    """Those that ``uuid.uuid1()`` makes, say: their files open without ``allow_pickle``."""
+    rows = [uuid.UUID(int=n, is_safe=safe) for n in range(3)]
+    share(rows).save(tmp_path / "ids.arrow")
+    opened = open_store(tmp_path / "ids.arrow")
+    assert opened == rows
+    assert {row.is_safe for row in opened} == {safe}
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+def test_files_of_repeated_named_tuples_open(suffix: str, tmp_path: Path) -> None:
+    """There they are in dictionaries."""
+    point = Point(1, 0.5)
+    for number, rows in enumerate(([point] * 64, [{"at": point, "n": n} for n in range(64)])):
+        path = tmp_path / f"{number}.{suffix}"
+        share(rows).save(path)
+        opened = open_store(path)
+        assert opened == rows
+        assert type(opened[1] if number == 0 else opened[1]["at"]) is Point
+
+
+def test_lists_of_no_items_in_fixed_lists_are_read() -> None:
+    items = pa.FixedSizeListArray.from_arrays(pa.array([], pa.int64()), 300)
+    column = pa.Array.from_buffers(pa.list_(items.type, 0), 3, [None], children=[items])
+    assert share(pa.table({"x": column, "n": [1, 2, 3]}))[0] == {"x": [], "n": 1}
+
+
+def test_a_list_of_very_many_small_lists_is_heavy() -> None:
+    """Its weight is beyond 32 bits: as a light one it would be built as objects at each read."""
+    boxes = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(80_000_000, np.int8)), 4)
+    column = pa.ListArray.from_arrays(pa.array([0, 20_000_000], pa.int32()), boxes)
+    assert isinstance(share(pa.table({"x": column}))[0]["x"], ListView)
 
 
 def test_an_error_of_a_row_is_not_its_own_cause() -> None:

@@ -8,7 +8,7 @@ tensor has a storage of its own bytes alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,11 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        return union_of(values, [_dtype_of_scalar(value) for value in values], cls._of_dtype)
+        dtypes = [value.dtype for value in values]
+        if isinstance(values[0], str | bytes):  # arrays drop the zeros at their end
+            zero: Any = "\0" if isinstance(values[0], str) else b"\0"
+            dtypes = [None if value.endswith(zero) else value.dtype for value in values]
+        return union_of(values, dtypes, cls._of_dtype)
 
     @classmethod
     def _of_dtype(cls, dtype: Any, values: list[Any]) -> Any:
@@ -87,12 +91,6 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
         return Block(flat, ArrayKind(flat.dtype, 0), list) if flat.dtype.kind in NUMBERS else None
 
 
-def _dtype_of_scalar(value: Any) -> Any:
-    """The dtype that has a NumPy scalar as it is; None for texts that end with zeros, which arrays drop."""
-    drops = isinstance(value, str | bytes) and value[-1:] in ("\0", b"\0")
-    return None if drops else value.dtype
-
-
 class Arrays(PythonType, name="ndarray"):
     """ndarrays of ``dtype``, or tensors with ``tensor``, the name of torch's dtype.
 
@@ -106,11 +104,8 @@ class Arrays(PythonType, name="ndarray"):
 
     @classmethod
     def write(cls, values: list[Any], encoder: Any, depth: int) -> Any:
-        if type(values[0]) is np.ndarray:
-            return union_of(values, list(map(kind_of_array, values)), cls._of_kind)
-        # A tensor may have attributes of the program's.
-        kinds = [None if value.__dict__ else kind_of_tensor(value) for value in values]
-        return union_of(values, kinds, cls._of_kind)
+        kind_of: Callable[[Any], Any] = kind_of_tensor if type(values[0]) is torch.Tensor else kind_of_array
+        return union_of(values, list(map(kind_of, values)), cls._of_kind)
 
     @classmethod
     def _of_kind(cls, kind: ArrayKind | None, values: list[Any]) -> Any:

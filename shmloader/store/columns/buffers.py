@@ -103,9 +103,19 @@ def ends_of(column: Any) -> memoryview[int] | range:
     """
     if pa.types.is_fixed_size_list(column.type):
         size, first, rows = column.type.list_size, column.offset, len(column)
-        return range(first * size, (first + rows + 1) * size, size) if size else memoryview(bytes(rows + 1))
+        if not size:
+            return memoryview(bytes(8 * (rows + 1))).cast("q")
+        return range(first * size, (first + rows + 1) * size, size)
     ends = numbers_of(column, 1, "q" if str(column.type).startswith("large") else "i", len(column) + 1)
     array = np.asarray(ends)
     if (array[1:] < array[:-1]).any():
         raise ValueError(f"the offsets of a column of {column.type} do not ascend")
     return ends
+
+
+def array_of_ends(column: Any) -> Array:
+    """See `ends_of`; as int64, since products of lengths are made of them."""
+    ends = ends_of(column)
+    if isinstance(ends, range):  # which NumPy would go through number by number
+        return np.arange(ends.start, ends.stop, ends.step, dtype=np.int64)
+    return np.asarray(ends).astype(np.int64, copy=False)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyarrow import types as arrow
 
 from shmloader.codec.array_kinds import Array
-from shmloader.store.columns.buffers import ends_of, lists_to_arrow, mask_of, numbers_to_arrow
+from shmloader.store.columns.buffers import array_of_ends, ends_of, lists_to_arrow, mask_of, numbers_to_arrow
 from shmloader.store.columns.key_hashes import hashes_of
 from shmloader.store.columns.kind import (
     MOST_BUILT,
@@ -45,7 +45,7 @@ def list_over(items: Any, like: Any, size: int | None, *, is_large: bool) -> Any
         part = items[like.offset * size : (like.offset + len(like)) * size]
         return pa.FixedSizeListArray.from_arrays(part, size, mask=mask)
     make, code = (pa.LargeListArray, np.int64) if is_large else (pa.ListArray, np.int32)
-    return make.from_arrays(numbers_to_arrow(np.array(ends_of(like), code)), items, mask=mask)
+    return make.from_arrays(numbers_to_arrow(array_of_ends(like).astype(code)), items, mask=mask)
 
 
 class _Containers(Kind):
@@ -73,10 +73,11 @@ class _Containers(Kind):
         return lambda i: make(ends[i], ends[i + 1]) if i in heavy else build(i)
 
     def weights(self, column: Any) -> Weights:
-        ends, items = ends_of(storage_of(column)), self.item_weights(column)
+        lists, items = storage_of(column), self.item_weights(column)
         if isinstance(items, int):
-            return 128 + items * (ends.step if isinstance(ends, range) else np.diff(np.asarray(ends)))
-        return 128 + np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), np.asarray(ends)))
+            size = getattr(lists.type, "list_size", None)
+            return 128 + items * (np.diff(array_of_ends(lists)) if size is None else size)
+        return 128 + np.diff(weights_at(np.concatenate([[0], np.cumsum(items)]), array_of_ends(lists)))
 
 
 class Lists(_Containers, arrow=[pa.list_(pa.null()), pa.large_list(pa.null())]):

@@ -366,7 +366,10 @@ class Namedtuples(PythonType, name="namedtuple", over=Records, where=is_plain_na
 
     def is_for(self, found: Any) -> bool:
         """Whether a class that was found is the named tuple that the values were of."""
-        return is_plain_namedtuple(found) and list(found._fields) == [one.name for one in self.storage_type]
+        kind = self.storage_type
+        structs = kind.value_type if arrow.is_dictionary(kind) else kind  # see `dictionary_inside`
+        names = [one.name for one in structs] if arrow.is_struct(structs) else None
+        return is_plain_namedtuple(found) and list(found._fields) == names
 
     def getter(self, column: Any, origin: Origin) -> Reader:
         return _tuple_reader(column.storage, origin, origin.finder.find(self))

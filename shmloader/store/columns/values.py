@@ -240,15 +240,15 @@ class Uuids(PythonType, name="uuid", over=FixedOctets):
 
     @classmethod
     def write(cls, values: list[uuid.UUID], encoder: Any, depth: int) -> Any:
-        def is_plain(value: uuid.UUID) -> bool:
-            return value.is_safe is uuid.SafeUUID.unknown
-
-        if not all(map(is_plain, values)):
-            raise UnfitError(is_plain)
-        return cls.around(fixed_to_arrow([value.bytes for value in values], 16))
+        kinds = {value.is_safe for value in values}
+        if len(kinds) > 1:
+            raise UnfitError(lambda value: value.is_safe is uuid.SafeUUID.unknown)
+        said = {} if kinds == {uuid.SafeUUID.unknown} else {"safe": kinds.pop().value}
+        return cls.around(fixed_to_arrow([value.bytes for value in values], 16), **said)
 
     def maker(self, origin: Origin) -> Callable[[Any], Any]:
-        return lambda octets: uuid.UUID(bytes=octets)
+        safe = uuid.SafeUUID(self.parameters.get("safe"))
+        return lambda octets: uuid.UUID(bytes=octets, is_safe=safe)
 
 
 class Enums(PythonType, name="enum", over=Ints, where=lambda kind: issubclass(kind, enum.Enum)):
@@ -314,7 +314,7 @@ class _ObjectPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.str_ or type(value) is np.bytes_:
             return type(value), (value[:],)
-        if type(value) is not torch.Tensor or value.requires_grad or value.__dict__:
+        if type(value) is not torch.Tensor or value.requires_grad:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
             # torch's own way keeps every such tensor that pickle.loads makes alive for good: it expects
