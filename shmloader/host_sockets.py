@@ -1,7 +1,7 @@
 """Sockets by which the processes of a host meet: bound to an abstract name, and never left to a forked child.
 
 The kernel frees the name when the process that has bound it ends, for any reason; no files are involved.
-``socket.send_fds`` and ``recv_fds`` are not used: they ignore their ``flags`` (Python 3.11 to 3.13).
+``socket.send_fds`` and ``recv_fds`` ignore their ``flags`` (Python 3.11 to 3.13): those here replace them.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Loading:
 
     def _check_epoch(self, loaded: State | None) -> None:
         """Refuse to go on in an epoch while the dataset is told of another one."""
-        then, now = None if loaded is None else loaded["set_epoch"], self.states.set_epoch
+        then, now = None if loaded is None else loaded["set_epoch"], self.states.last_set_epoch
         if loaded is not None and self.owners and then not in (None, now) and not is_between_epochs(loaded):
             raise ResumeError(
                 f"the state was taken in mid-epoch, after set_epoch({then}), and the dataset was told of "
@@ -185,7 +185,7 @@ class Loading:
     def _warn_of_set_epoch(self) -> None:
         """Warn, once, if persistent workers' datasets were never told of an epoch. Runs no code of theirs."""
         self.advised, loader = True, self.loader()
-        found = datasets_in(loader.dataset) if self.states.set_epoch is None else []
+        found = datasets_in(loader.dataset) if self.states.last_set_epoch is None else []
         kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
         if loader.worker_type == THREAD:  # which share one object of another class
             kinds = [kind for kind in kinds if issubclass(kind, Dataset) and not hasattr(kind, "__copy__")]
@@ -231,7 +231,7 @@ class Loading:
         loaded = _loaded_state(loader)
         seeds = self.states.seeds_of(epoch, loaded)
         begin = Begin(*self.states.begin_of(loaded), is_loaded=loaded is not None)
-        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.set_epoch, begin)
+        return batch_of(Settings.of(loader), epoch, number, seeds, self.states.last_set_epoch, begin)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""

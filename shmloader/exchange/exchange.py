@@ -58,7 +58,7 @@ class Exchange:
         self._can_tell_back = True  # then: whether a new worker's copy can be told of the present one
         self._unsent: deque[Place] = deque()  # granted, and waiting for memory if there are any
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
-        # By worker: what those have handed over so far that were asked to, for a new one that has not begun.
+        # By worker that was asked to hand over: what has come of its state. Empty while none is replaced so.
         self.handed_over: dict[int, bytearray] = {}
         self._wait_ns = 0  # how long the last wait took
         self._nothing_since_s: float | None = None  # `receive` without waiting has found nothing since then

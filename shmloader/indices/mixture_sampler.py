@@ -14,7 +14,15 @@ from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_order import FloatArray, MixtureOrder, Segment
 from shmloader.indices.mixture_weights import Lengths, Schedule, SourceWeights, Weights
 from shmloader.indices.packed_indices import IntArray
-from shmloader.indices.sharded_sampler import UNEVEN, GlobalOrder, Uneven, check_runs, check_word, ranks_of
+from shmloader.indices.sharded_sampler import (
+    UNEVEN,
+    WHOLE_EPOCH,
+    GlobalOrder,
+    Uneven,
+    check_runs,
+    check_word,
+    ranks_of,
+)
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted", "never"]
 
@@ -288,14 +296,15 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
         return {"consumed": consumed, "batches": batches, "changes": changes, "next": self._next}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next iteration continue in its epoch; see `GlobalOrder.load_state_dict`.
+        """Make the next iteration continue in its epoch; see `ShardedSampler.load_state_dict`.
 
         Changes of the weights that the program has set for later places stay.
 
         Raises:
             ValueError: If the state has weights of other sources.
         """
-        begin = Place(self.epoch, int(state_dict["consumed"]))
+        consumed, _ = [int(state_dict[name]) for name in WHOLE_EPOCH]  # a damaged state changes nothing
+        begin = Place(self.epoch, consumed)
         changes = {Place(int(epoch), int(at)): dict(weights) for epoch, at, weights in state_dict["changes"]}
         following = state_dict["next"] if self._next is None else self._next
         for weights in (*changes.values(), *([] if following is None else [following])):

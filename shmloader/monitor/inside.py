@@ -47,7 +47,7 @@ class Report:
     error: str = ""  # why the dataset could not be looked at; "" if it was
 
 
-_seen: weakref.WeakKeyDictionary[Any, Report] = weakref.WeakKeyDictionary()  # by loader
+_seen: dict[int, Report] = {}  # by the ``id`` of a loader that lives: one may be equal to another
 _listeners: list[Callable[[Report], None]] = []
 
 
@@ -105,10 +105,12 @@ def _send(report: Report) -> None:
 def _look(loader: Any, frame: types.FrameType | None) -> Report:
     report = Report(os.getpid(), id(loader), "dataset")
     try:
-        known = _seen.get(loader)
-        if known is not None and known.pid == report.pid:
+        known = _seen.get(id(loader))
+        if known is None:
+            weakref.finalize(loader, _seen.pop, id(loader), None).atexit = False
+        elif known.pid == report.pid:
             return known
-        report = _seen[loader] = _report(loader, report, frame)
+        report = _seen[id(loader)] = _report(loader, report, frame)
     except Exception as error:  # noqa: BLE001 - of objects of any kind; the program must not see it
         report = replace(report, error=repr(error))
     return report

@@ -149,12 +149,9 @@ class Pass:
             unchanged = described(settings).items() <= loaded.items()
             return batches_by_own_state(index_sampler, loaded, settings.generator, unchanged=unchanged)
         if loaded is not None and (mixed := samplers.mixture_sampler(index_sampler)) is not None:
-            mixed.load_state_dict(
-                unpack_user_state(loaded["sampler_state"])
-            )  # nothing is drawn before the first batch
-        return (
-            sampler_iter if samplers.repeats_its_order(index_sampler) else track(index_sampler, sampler_iter)
-        )
+            mixed.load_state_dict(unpack_user_state(loaded["sampler_state"]))  # it has drawn nothing yet
+        repeats = samplers.repeats_its_order(index_sampler)
+        return sampler_iter if repeats else track(index_sampler, sampler_iter)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""

@@ -26,7 +26,7 @@ from shmloader.settings import Settings
 _MOST_SEEDS = 1000  # epochs whose seeds are known
 
 
-class _Made(NamedTuple):
+class _LastState(NamedTuple):
     """The parts of the state that was made last which the next one may have too."""
 
     epoch: Epoch
@@ -43,16 +43,16 @@ class States:
     Attributes:
         begun: Whether the loader has begun an epoch.
         readers: Know the epoch that a state is of.
-        set_epoch: The argument of the last ``loader.set_epoch()``, or None.
+        last_set_epoch: The argument of the last ``loader.set_epoch()``, or None.
     """
 
     def __init__(self) -> None:
         self.begun = False
         self._asked = False  # by the program; before, its own samplers' states are read once an epoch
-        self.set_epoch: int | None = None
+        self.last_set_epoch: int | None = None
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
         self.readers = Readers()
-        self._made: _Made | None = None
+        self._last: _LastState | None = None
         # Epochs of iterators that live on, with `done` when the next one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
@@ -61,7 +61,7 @@ class States:
 
     def note_set_epoch(self, epoch: int) -> None:
         """Note a call of ``loader.set_epoch()``."""
-        self.set_epoch = epoch
+        self.last_set_epoch = epoch
 
     # --- making a state
 
@@ -105,7 +105,7 @@ class States:
 
     def _counted(self, epoch: Epoch, taken: int | None) -> State | None:
         """The state in an epoch, if nothing but the count of batches has changed since the last one."""
-        made = self._made  # which another thread may set
+        made = self._last  # which another thread may set
         if made is None or made.epoch is not epoch or made.checksum is None:
             return None
         done = epoch.progress.done_when(taken)
@@ -115,7 +115,7 @@ class States:
 
     def _within(self, epoch: Epoch, done: int | tuple[int, ...]) -> State:
         """The state in an epoch, when so much of it was done."""
-        progress, made = epoch.progress, self._made
+        progress, made = epoch.progress, self._last
         is_begun = progress.before is not None  # now: another thread may draw the first batch
         constant = made.constant if made is not None and made.epoch is epoch else self._constant_of(epoch)
         state = constant.copy()
@@ -123,9 +123,9 @@ class States:
         state["batches"], state["batches_behind"] = batches, compatibility.listed(behind)
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)
-        if is_begun:
+        if is_begun and epoch.next is None:  # one that is kept would keep all later ones
             is_counted = not (others or behind or self._older)
-            self._made = _Made(epoch, constant, compatibility.checksum_of(state) if is_counted else None)
+            self._last = _LastState(epoch, constant, compatibility.checksum_of(state) if is_counted else None)
         return compatibility.signed(state | others)
 
     def _constant_of(self, epoch: Epoch) -> State:
@@ -214,7 +214,7 @@ class States:
 
     def _described(self, settings: Settings, progress: Progress | None, generators: tuple[str, str]) -> State:
         return compatibility.described(settings) | {
-            "set_epoch": self.set_epoch,
+            "set_epoch": self.last_set_epoch,
             "sampler_epoch": samplers.epoch_of(settings.index_sampler),
             "base_seed": None if progress is None else progress.base_seed,
             "iterator_epoch": 0 if progress is None else progress.iterator_epoch,
@@ -259,7 +259,7 @@ class States:
         """
         self._asked |= loaded is not None or settings.snapshot_every_n_steps is not None
         looks = 0 if self.begun else 2
-        self._pass = one_pass = Pass(settings, loaded, self.set_epoch, lambda: self._asked, looks)
+        self._pass = one_pass = Pass(settings, loaded, self.last_set_epoch, lambda: self._asked, looks)
         samplers.GENERATOR_IS_LOADED.set(False)
         try:
             yield one_pass
@@ -278,7 +278,7 @@ class States:
             if not before.finished:
                 self._older[before] = before.done
         self.readers.go_on(Epoch(one_pass.settings, progress))
-        self._made = None  # whether the epoch before was over is looked at again
+        self._last = None  # whether the epoch before was over is looked at again
         self.begun = True
         known = progress.set_epoch if progress.sampler_epoch is None else progress.sampler_epoch
         if known is not None:

@@ -47,7 +47,7 @@ class AttachedLoader:
         self._pins = (pin_memory or on_accelerator) and torch.accelerator.is_available()
         self._device = device
         self._wants = -1  # the epoch's number
-        self._live: Callable[[], AttachedIterator | None] = lambda: None  # the iterator
+        self._live: Callable[[], AttachedIterator | None] = lambda: None  # the iterator, while it lives
         self._left_at = -1  # the batches of the epoch that was left, up to the last one that was returned
         self._batches = self._wait_ns = 0
 

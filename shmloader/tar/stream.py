@@ -66,9 +66,11 @@ class TarStream(IterableDataset[dict[str, Any]]):
 
     def shard(self, num_shards: int, index: int) -> TarStream:
         """Every ``num_shards``-th archive from ``index`` on, perhaps none."""
-        part = copy.copy(self)
-        vars(part)["archives"] = self.archives[index::num_shards]
-        return part
+        return copy.copy(self)._only(slice(index, None, num_shards))  # noqa: SLF001 - of this class
+
+    def _only(self, part: slice) -> TarStream:
+        self.archives = self.archives[part]
+        return self
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return _Samples(self)

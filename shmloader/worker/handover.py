@@ -176,4 +176,11 @@ def _held_by(path: str, value: Any) -> list[tuple[str, Any]]:
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         names = value.__code__.co_freevars
         return [(f"{path}, its {name}", cell.cell_contents) for name, cell in zip(names, cells, strict=False)]
-    return [(f"{path}.{name}", one) for name, one in dict(getattr(value, "__dict__", {})).items()]
+    return [(f"{path}.{name}", one) for name, one in _attributes_of(value).items()]
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    try:
+        return dict(vars(value))
+    except TypeError:  # it has none, only slots, or a `__getattr__` that makes one up
+        return {}

@@ -265,6 +265,7 @@ class Loop:
         if self._probe is not None:
             self._probe.note_made()
         leaves: list[tuple[int, int]] | None = [] if self._placement.is_on else None
+        # Objects in the batch that pickle themselves may allocate in the slot meanwhile.
         encoded = self._encoder.encode(batch, leaves)
         if leaves is not None:
             self._placement.settle(leaves, encoded.header_end)

@@ -35,9 +35,12 @@ def _go_on(grace_s: float, number: int, _: object) -> None:
 
 
 def _has_not_ended(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
+    except psutil.NoSuchProcess:
+        return False
+    except (psutil.Error, OSError):  # it cannot be told now: no descriptor is free, say
+        return True
 
 
 def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:

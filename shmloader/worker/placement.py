@@ -98,7 +98,7 @@ class Placement:
         self._to_watch = _WATCHED_BATCHES
         self._others: dict[PlacedCall, int] = {}  # calls in this batch of which none is placed
         self._small = self._kept = 0
-        self.has_news = False  # for `with_news`
+        self.has_news = False  # whether what is placed has changed since the last report
         self._version = 0  # grows when a site is left, and when no more are looked for
         self._running = 0
         self._put: list[StandIn] = []

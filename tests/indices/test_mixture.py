@@ -322,6 +322,15 @@ def test_a_state_in_the_middle_of_a_run_is_refused() -> None:
         one.state_after(2, 6)
 
 
+def test_a_damaged_state_changes_nothing() -> None:
+    one = sampler()
+    state = {**one.state_after(2, 8), "changes": [[0, 0, {"web": 0, "code": 1, "math": 0}]]}
+    del state["batches"]
+    with pytest.raises(KeyError, match="batches"):
+        one.load_state_dict(state)
+    assert list(one) == list(sampler())
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(())

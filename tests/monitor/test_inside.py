@@ -166,6 +166,29 @@ def test_threads_are_no_processes_that_copy(reports: list[Report]) -> None:
     assert (reports[0].start_method, reports[0].workers) == ("", ())
 
 
+class Equal(TorchLoader[Any]):
+    """Has no hash, as a dataclass has none."""
+
+    __hash__: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+def test_loaders_that_are_equal_are_looked_at_one_by_one(reports: list[Report]) -> None:
+    train, validation = Samples(rows()), Samples(rows())
+    loaders = [
+        Equal(dataset, num_workers=1, multiprocessing_context="fork") for dataset in (train, validation)
+    ]
+    for loader in loaders:
+        list(loader)
+    assert [report.owner for report in reports] == ["train.samples", "validation.samples"]
+    known = len(inside._seen)
+    del loader, loaders
+    gc.collect()
+    assert len(inside._seen) == known - 2
+
+
 def test_after_stop_nothing_is_reported() -> None:
     before = vars(TorchLoader)["__iter__"]
     found: list[Report] = []

@@ -276,3 +276,26 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
     dataset: Dataset[Any] = options.pop("dataset", Leaking(8))
     with pytest.raises(error, match=why):
         DataLoader(dataset, **{"num_workers": 2, "worker_max_nbytes": 1 << 30} | options)
+
+
+class Proxy:
+    """Makes up whatever is asked for, as a lazy module does, and has no ``__dict__``."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__dict__":
+            raise AttributeError(name)
+        return lambda *_: None
+
+
+class WithProxy(Leaking):
+    proxy: Any = None
+
+
+def test_a_dataset_may_hold_objects_that_make_up_their_attributes() -> None:
+    dataset = WithProxy(80, LEAK_NBYTES)
+    dataset.proxy = Proxy()
+    with loader_of(dataset, **SMALL) as loader:
+        assert values(loader) == values(loader_of(Leaking(80), None, **SMALL))
+        assert loader.statistics().workers_renewed > 0
