@@ -29,6 +29,7 @@ class Leaking(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.leaked_nbytes:
             self.leaked.append(os.urandom(64) * (self.leaked_nbytes // 64))
+            time.sleep(0.002)  # else a look at the memory may take as long as many batches
         rng = get_worker_info().rng
         draws = [
             torch.rand(1).item(),

@@ -28,6 +28,7 @@ from shmloader.worker.heap import WarmHeap
 from shmloader.worker.random_state import Generators, global_states, set_global_states
 
 _PAUSE, _LEAST_PAUSE = 50, 4  # times as long passes until the next look as the last one took
+_MOST_PAUSE_NS = 250_000_000
 _MOST_OBJECTS = 10_000  # that are searched for states
 _LONG = 64  # items: a longer list or dict holds samples
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -82,7 +83,7 @@ class Handover:
         now_ns, spent_ns = time.perf_counter_ns(), time.thread_time_ns() - began_ns
         if not is_first:  # the second batch tells which numbers change
             grown_nbytes, left_nbytes = self.nbytes - before_nbytes, self._max_nbytes - self.nbytes
-            pause_ns = _PAUSE * spent_ns
+            pause_ns = min(_PAUSE * spent_ns, _MOST_PAUSE_NS)
             if grown_nbytes > 0:
                 pause_ns = min(pause_ns, (now_ns - self._looked_ns) * left_nbytes // grown_nbytes)
             self._due_ns = now_ns + max(pause_ns, _LEAST_PAUSE * spent_ns)
@@ -140,7 +141,7 @@ def _scalars_of(dataset: Any) -> dict[str, Any]:
     found = {}
     for number, one in enumerate(datasets_in(dataset, has_state)):
         if not has_state(one):
-            for name, value in dict(getattr(one, "__dict__", {})).items():
+            for name, value in _attributes_of(one).items():
                 if isinstance(value, _SCALARS):
                     inside = f" (dataset {number} inside it)" if number else ""
                     found[f"{type(one).__qualname__}.{name}{inside}"] = value
