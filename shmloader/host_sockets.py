@@ -30,7 +30,7 @@ def bind(address: str) -> socket.socket | None:
     return listener
 
 
-def send_descriptors(connection: socket.socket, message: bytes, fds: Sequence[int], flags: int = 0) -> None:
+def send_descriptors(connection: socket.socket, message: bytes, fds: Sequence[int], flags: int) -> None:
     """Send a message with descriptors, of which the receiver gets its own."""
     rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds)
     connection.sendmsg([message], [rights], flags)

@@ -15,6 +15,7 @@ from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import Run, pack_index_batch
 from shmloader.indices.samplers import generator_states, states_if_drawn
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
@@ -48,7 +49,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
 
             device = numbered(device)
         self._device = device
-        self._ready_fd = -1  # of `fileno`, once that was called
+        self._ready = OwnDescriptor(-1)  # of `fileno`, once that was called
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = settings.on_error
@@ -103,10 +104,9 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
 
     def fileno(self) -> int:
         """A descriptor that is always readable, as long as the iterator lives: see `try_next`."""
-        if self._ready_fd < 0:
-            self._ready_fd = os.eventfd(1)
-            weakref.finalize(self, os.close, self._ready_fd)
-        return self._ready_fd
+        if self._ready.fd < 0:
+            self._ready = OwnDescriptor(os.eventfd(1))
+        return self._ready.fd
 
     def _next_index(self) -> Any:
         progress = self._progress

@@ -107,7 +107,7 @@ def _look(loader: Any, frame: types.FrameType | None) -> Report:
     try:
         known = _seen.get(id(loader))
         if known is None:
-            weakref.finalize(loader, _seen.pop, id(loader), None).atexit = False
+            weakref.finalize(loader, _seen.pop, id(loader), None)
         elif known.pid == report.pid:
             return known
         report = _seen[id(loader)] = _report(loader, report, frame)

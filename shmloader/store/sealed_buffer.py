@@ -68,7 +68,7 @@ class SharedBuffer:
         nbytes: Length.
         mapping: The memory as a Python ``mmap``, whose slices are bytes: the quickest way to read some.
             It may begin before ``address`` and end behind ``nbytes``, where nothing can be read; it does not
-            keep the descriptor. None for memory that is none.
+            keep the descriptor. None if it has no descriptor.
         address: Where it is mapped here.
     """
 

@@ -232,9 +232,8 @@ class _Piece:
         for chunk, address in addresses.items():
             bases[chunk] = (address - low) // unit - starts[chunk] * self._step
         self._bases = bases
-        self.is_plain = (
-            self._step == 1 and not bases.any()
-        )  # row n is item n: chunks lie one behind the other
+        # Whether row n is item n: chunks lie one behind the other.
+        self.is_plain = self._step == 1 and not bases.any()
 
     def gather(self, rows: Rows, chunk_of: Rows, target: Array) -> None:
         """Gather rows of these chunks into an array, converted where its dtype is another."""
@@ -294,7 +293,10 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
 
 
 def shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
-    """What rows are that all have the same fields, ``dict``, ``tuple`` or a class's name; and the fields."""
+    """The kind of rows that all have the same fields, and these fields; None for other rows.
+
+    The kind is ``dict``, ``tuple``, or the name of a class.
+    """
     kind, storage = column.type, storage_of(column)
     if not pa.types.is_struct(storage.type) or storage.null_count or keys_of(storage) is not None:
         return None, ()
