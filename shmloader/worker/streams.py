@@ -97,7 +97,7 @@ class Stream:
                     self._samples = itertools.chain([sample], self._samples)
                     break
                 left, in_a_row = left - 1, 0
-        if left >= of_a_batch:
+        if left >= of_a_batch + bool(in_a_row):  # a batch may have had nothing but draws that raised
             raise ResumeError(
                 f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "
                 "drawn from it before: the dataset has changed, or gives another number of samples each time"

@@ -275,6 +275,19 @@ def test_a_stream_that_has_raised_goes_on_with_other_workers(taken: int, of_a_ba
         assert with_errors(other) == rest
 
 
+@pytest.mark.filterwarnings("ignore:to resume,")
+def test_a_state_behind_a_last_batch_of_which_nothing_came_has_an_empty_rest() -> None:
+    with DataLoader(WithBadSamples(15), 3, num_workers=2, shard="auto") as loader:
+        iterator = iter(loader)
+        for _ in range(5):  # the stream's last draw raises, as the first one of its batch
+            with contextlib.suppress(ValueError):
+                next(iterator)
+        state = loader.state_dict()
+    with DataLoader(WithBadSamples(15), 3, shard="auto") as other:
+        other.load_state_dict(state)
+        assert next(iter(other), None) is None
+
+
 def as_list(one: Any) -> list[Any]:
     return [one]
 
