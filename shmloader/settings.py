@@ -347,8 +347,9 @@ def _contradictions(
             "worker_max_nbytes needs a map-style dataset: only a worker knows how far it has come in its "
             "stream. Take a state, close() the loader, load the state: that begins with new workers"
         )
-    if options.worker_max_nbytes is not None and not num_workers:
-        yield "worker_max_nbytes needs num_workers: without, samples take this process's memory"
+    if not num_workers and (options.worker_restarts or options.worker_max_nbytes is not None):
+        name = "worker_restarts" if options.worker_restarts else "worker_max_nbytes"
+        yield f"{name} needs num_workers: without, samples take this process's memory, and may end it"
     if options.prefetch_epochs and not persistent_workers:
         yield "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
     if is_automatic and (is_stream or is_pipe):
