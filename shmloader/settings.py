@@ -249,6 +249,8 @@ def _check_torchs(given: dict[str, Any]) -> None:
         )
     if not hasattr(timeout, "__float__"):
         raise TypeError(f"timeout must be a number of seconds, not {shown(timeout)}: pass one, such as 60")
+    if not float(timeout) < float("inf"):  # nor a NaN
+        raise ValueError(f"timeout must be finite, not {timeout}: 0 waits as long as the workers live")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"generator must be a torch.Generator or None, not {shown(generator)}: pass "
