@@ -249,6 +249,8 @@ def _check_torchs(given: dict[str, Any]) -> None:
         )
     if not hasattr(timeout, "__float__"):
         raise TypeError(f"timeout must be a number of seconds, not {shown(timeout)}: pass one, such as 60")
+    if not float(timeout) < float("inf"):  # nor a NaN
+        raise ValueError(f"timeout must be finite, not {timeout}: 0 waits as long as the workers live")
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(
             f"generator must be a torch.Generator or None, not {shown(generator)}: pass "
@@ -347,8 +349,9 @@ def _contradictions(
             "worker_max_nbytes needs a map-style dataset: only a worker knows how far it has come in its "
             "stream. Take a state, close() the loader, load the state: that begins with new workers"
         )
-    if options.worker_max_nbytes is not None and not num_workers:
-        yield "worker_max_nbytes needs num_workers: without, samples take this process's memory"
+    if not num_workers and (options.worker_restarts or options.worker_max_nbytes is not None):
+        name = "worker_restarts" if options.worker_restarts else "worker_max_nbytes"
+        yield f"{name} needs num_workers: without, samples take this process's memory, and may end it"
     if options.prefetch_epochs and not persistent_workers:
         yield "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
     if is_automatic and (is_stream or is_pipe):

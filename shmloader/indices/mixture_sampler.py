@@ -135,6 +135,11 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
         self._end_of: tuple[tuple[int, int], int] | None = None  # epoch and version; its draws
         self._drawn, self._ended = Place(-1, 0), True  # by the latest iteration, and whether it has ended
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, as in torch. One that was drawn before its number was set has been drawn early."""
+        self._ended &= epoch == self.epoch
+        super().set_epoch(epoch)
+
     def set_weights(self, weights: Weights, *, position: int | None = None) -> None:
         """Change the weights, whether they were numbers or a function. All ranks must make the same call.
 
@@ -154,9 +159,9 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
         if position is None:
             if drawn.epoch > self.epoch or (drawn.epoch == self.epoch and not self._ended):
                 raise ValueError(
-                    f"epoch {drawn.epoch} was begun already, maybe early by prefetch_epochs=True, so the "
-                    "weights would be those of a later one. Call set_epoch() with the epoch that they are "
-                    "for, or pass a position"
+                    f"epoch {drawn.epoch} was begun already, so the weights would be those of a later one. "
+                    "Call set_epoch() with the epoch that they are for; if that was begun early, leave out "
+                    "prefetch_epochs, or pass a position"
                 )
             self._next = dict(weights)
             return

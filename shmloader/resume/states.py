@@ -53,7 +53,7 @@ class States:
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
         self.readers = Readers()
         self._last: _LastState | None = None
-        # Epochs of iterators that live on, with `done` when the next one began.
+        # Epochs of iterators that live on, with `done` when the latest one began.
         self._older: weakref.WeakKeyDictionary[Progress, Any] = weakref.WeakKeyDictionary()
         self._of_sampler, self._of_loader = CompactStates(), CompactStates()
         # Of epochs that were begun, by the program's numbers: base seed, and number in the iterator.
@@ -94,13 +94,14 @@ class States:
             return loaded.copy()
         if epoch is None:
             return self._between_epochs(read(), None)
-        if not goes_on:
-            return self._between_epochs(read() if epoch.next is None else epoch.settings, epoch)
-        if any(older.done != done for older, done in self._older.items()):
+        older = [one for one, done in self._older.items() if one.done != done]
+        if older and (goes_on or not all(one.finished for one in older)):
             raise ResumeError(
                 "two iterators over this loader are in use at once: the older one has given batches since "
                 "the newer one began, and a state would hold for one of them only. Make a loader for each."
             )
+        if not goes_on:
+            return self._between_epochs(read() if epoch.next is None else epoch.settings, epoch)
         return self._within(epoch, epoch.progress.done_when(taken))
 
     def _counted(self, epoch: Epoch, taken: int | None) -> State | None:
@@ -275,8 +276,8 @@ class States:
             before = self.readers.latest.progress
             before.note_next(one_pass.before)
             progress.follow_on(before)
-            if not before.finished:
-                self._older[before] = before.done
+            older = [one for one in (*self._older, before) if not one.finished]
+            self._older = weakref.WeakKeyDictionary({one: one.done for one in older})
         self.readers.go_on(Epoch(one_pass.settings, progress))
         self._last = None  # whether the epoch before was over is looked at again
         self.begun = True

@@ -48,6 +48,12 @@ class StreamProgress:
             self.rules = rules = rules_for(settings, loaded)
             stream = _read(loaded)
             self._last, self.shared_seed = stream["last"], stream.get("shared_seed")
+        if rules.layout == STRIDE and settings.on_error != "raise":
+            raise ValueError(
+                f"on_error={settings.on_error!r} is not possible if shard='auto' deals out the samples of a "
+                "stream: ranks would have batches of different sizes. Give the dataset a method "
+                "shard(num_shards, index), or leave on_error='raise'"
+            )
         goes_round = rules.layout != STRIDE and len(rules.cursors) == workers
         self.first_worker = (self._last + 1) % workers if goes_round else 0
         self._dataset_name = type(settings.dataset).__name__

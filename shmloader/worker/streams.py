@@ -97,7 +97,7 @@ class Stream:
                     self._samples = itertools.chain([sample], self._samples)
                     break
                 left, in_a_row = left - 1, 0
-        if left >= of_a_batch:
+        if left >= of_a_batch + bool(in_a_row):  # a batch may have had nothing but draws that raised
             raise ResumeError(
                 f"the stream to be resumed ended after {count - left:,} of the {count:,} samples that were "
                 "drawn from it before: the dataset has changed, or gives another number of samples each time"
@@ -164,16 +164,10 @@ class PartsFetcher(Fetcher):
 
     def _begin_part(self) -> None:
         rules, self._part, self._batches = self._rules, self._parts.pop(0), 0
-        tolerant, is_dealt = rules.on_error != bad_samples.RAISE, rules.stream.layout == STRIDE
-        if tolerant and is_dealt:
-            raise ValueError(
-                f"on_error={rules.on_error!r} is not possible if shard='auto' deals out the samples of a "
-                "stream: ranks would have batches of different sizes. Give the dataset a method "
-                "shard(num_shards, index), or leave on_error='raise'"
-            )
+        tolerant = rules.on_error != bad_samples.RAISE
         cursor = rules.stream.cursor_of(self._part)
         stream = Stream(self._dataset, rules.stream, self._part, self._all_parts, tolerant)
-        if is_dealt:
+        if rules.stream.layout == STRIDE:
             self._fetcher = _StrideFetcher(stream, rules, cursor, self._worker_id, self._num_workers)
         else:
             self._fetcher = _IterableFetcher(stream, rules, cursor)

@@ -93,6 +93,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
         "prefetch_factor must be at least 1 with num_workers=1, not 0: pass 2",
     ),
     ({"timeout": "5"}, TypeError, "timeout must be a number of seconds, not '5': pass one, such as 60"),
+    ({"timeout": float("inf")}, ValueError, "timeout must be finite, not inf: 0 waits as long as"),
+    ({"timeout": float("nan")}, ValueError, "timeout must be finite, not nan: 0 waits as long as"),
     ({"timeout": None}, TypeError, "timeout must be a number of seconds, not None: pass one, such as 60"),
     (
         {"batch_size": "32"},

@@ -248,6 +248,20 @@ def test_epochs_begun_early_are_those_begun_in_time(workers: int) -> None:
         loader.close()
 
 
+def test_weights_for_an_epoch_that_was_drawn_early_as_a_whole_are_refused() -> None:
+    with mixture_loader(
+        {"stopping_strategy": "never", "epoch_size": 16},
+        batch_size=8,
+        num_workers=1,
+        persistent_workers=True,
+        prefetch_epochs=True,
+    ) as loader:
+        list(loader)
+        loader.set_epoch(1)
+        with pytest.raises(ValueError, match=r"epoch 1 was begun already.*leave out prefetch_epochs"):
+            loader.sampler.set_weights({"web": 1, "code": 0, "math": 0})  # type: ignore[attr-defined]
+
+
 def test_another_mixture_is_refused_with_both() -> None:
     loader = mixture_loader({"weights": {"web": 3, "code": 2, "math": 1}}, batch_size=8)
     next(iter(loader))

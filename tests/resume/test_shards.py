@@ -275,6 +275,19 @@ def test_a_stream_that_has_raised_goes_on_with_other_workers(taken: int, of_a_ba
         assert with_errors(other) == rest
 
 
+@pytest.mark.filterwarnings("ignore:to resume,")
+def test_a_state_behind_a_last_batch_of_which_nothing_came_has_an_empty_rest() -> None:
+    with DataLoader(WithBadSamples(15), 3, num_workers=2, shard="auto") as loader:
+        iterator = iter(loader)
+        for _ in range(5):  # the stream's last draw raises, as the first one of its batch
+            with contextlib.suppress(ValueError):
+                next(iterator)
+        state = loader.state_dict()
+    with DataLoader(WithBadSamples(15), 3, shard="auto") as other:
+        other.load_state_dict(state)
+        assert next(iter(other), None) is None
+
+
 def as_list(one: Any) -> list[Any]:
     return [one]
 
@@ -295,8 +308,9 @@ def test_wrong_arguments_are_refused(dataset: Any, given: dict[str, Any], messag
 def test_bad_samples_cannot_be_left_out_by_stride(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks would have batches of other sizes. A dataset with shards of its own may skip samples."""
     of_rank(monkeypatch, 0, 2)
+    loader = DataLoader(Numbers(20), 4, num_workers=1, shard="auto", on_error="skip")
     with pytest.raises(ValueError, match="on_error='skip' is not possible if shard='auto' deals out"):
-        list(DataLoader(Numbers(20), 4, num_workers=1, shard="auto", on_error="skip"))
+        iter(loader)
     assert list(DataLoader(ByShard(4), 4, shard="auto", on_error="skip", collate_fn=identity)) == [[0, 2]]
 
 

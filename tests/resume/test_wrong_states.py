@@ -76,6 +76,25 @@ def test_two_iterators_in_use_at_once_are_refused() -> None:
     assert loader.state_dict()["batches"] == 1
 
 
+def test_an_iterator_that_was_in_use_once_does_not_refuse_later_states() -> None:
+    loader = build(0)
+    older = iter(loader)
+    newer = iter(loader)
+    assert len(list(older)) == len(list(newer)) == len(loader)
+    assert loader.state_dict()["finished"]
+    next(iter(loader))
+    assert loader.state_dict()["batches"] == 1
+
+
+def test_an_older_iterator_that_outlives_a_newer_one_is_refused() -> None:
+    loader = build(0)
+    older = iter(loader)
+    list(loader)
+    next(older)
+    with pytest.raises(ResumeError, match="two iterators"):
+        loader.state_dict()
+
+
 def test_samplers_of_one_batch_sampler_are_known_through_it() -> None:
     dataset = Plain(40)
     generator = torch.Generator().manual_seed(1)

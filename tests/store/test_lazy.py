@@ -22,6 +22,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from lazy_files import MIXED, PLAIN, as_text, damage, write, write_columns
 from object_store import object_store
+from parity.compare import assert_same
 from stream_datasets import identity
 from warm_python import warm_python
 
@@ -183,6 +184,12 @@ def test_reading_much_for_few_rows_is_told_once(tmp_path: Path) -> None:
         for row in range(0, 10_000, 100):
             lazy[row]
     assert len(told) == 1
+
+
+def test_workers_with_a_limit_of_memory_may_count_what_they_read(tmp_path: Path) -> None:
+    lazy = shmloader.open(write_columns(tmp_path / "a.parquet", 400, 10), lazy=True, cache_nbytes=1)
+    found = list(DataLoader(lazy, batch_size=10, num_workers=1, worker_max_nbytes=1 << 40))
+    assert_same(found, list(DataLoader(lazy, batch_size=10)))
 
 
 @pytest.mark.parametrize("workers", [(2, 0), (0, 2), (1, 2)], ids=str)

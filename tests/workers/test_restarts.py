@@ -377,6 +377,8 @@ def test_arguments_are_checked() -> None:
         DataLoader(Numbered(4), worker_restarts=-1)
     with pytest.raises(ValueError, match="map-style"):
         DataLoader(Counting(), worker_restarts=1)
+    with pytest.raises(ValueError, match="worker_restarts needs num_workers"):
+        DataLoader(Numbered(4), worker_restarts=1)
 
 
 class Refills:
