@@ -16,9 +16,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 # Lint runs beside the tests, and what it says comes after them: red if either is.
 BESIDE_LINT = @$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
 	run() { echo "$$*"; "$$@"; tests=$$?; wait $$lint; lint=$$?; cat $(VENV)/lint.log; exit $$((tests | lint)); }; run
-# Tests of programs for people, and not of loading. CI runs them too.
-COMMANDS := tests/bench tests/cli
-WITHOUT_COMMANDS := $(COMMANDS:%=--ignore %)
+# Tests of what people run and read beside the loader: benchmarks, commands, pages, examples. CI runs them too.
+PROGRAMS := tests/bench tests/cli tests/examples tests/project/test_blocks_of_pages.py tests/project/test_site.py \
+	tests/profiling/test_profile_commands.py tests/monitor/test_start_hook.py
+WITHOUT_PROGRAMS := $(PROGRAMS:%=--ignore %)
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
@@ -55,13 +56,13 @@ pictures: $(VENV)/.stamp-docs ## Draw the pictures of docs/ anew: what commands 
 	$(BIN)/python -m benchmarks.pictures docs
 
 test: $(VENV)/.stamp-test ## Lint, check types, run the tests of the loader: every claim, a sample of random runs (PYTEST_ARGS=...)
-	$(BESIDE_LINT) $(PYTEST) $(WITHOUT_COMMANDS) $(PYTEST_ARGS)
+	$(BESIDE_LINT) $(PYTEST) $(WITHOUT_PROGRAMS) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.stamp-test ## The same without tests that start interpreters
 	$(BESIDE_LINT) $(PYTEST) $(FAST) $(PYTEST_ARGS)
 
-test-bench: $(VENV)/.stamp-test ## The tests of benchmarks and of the command line
-	$(PYTEST) $(COMMANDS) $(PYTEST_ARGS)
+test-bench: $(VENV)/.stamp-test ## The tests of benchmarks, commands, pages and examples
+	$(PYTEST) $(PROGRAMS) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.stamp-test ## All tests, with all random runs and the long ones: programs killed, confined, interrupted
 	$(BESIDE_LINT) env SHMLOADER_LONG=1 $(PYTEST) $(PYTEST_ARGS)

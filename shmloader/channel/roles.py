@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from shmloader.errors import LoaderError
 from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
 
 _RECORD = struct.Struct("<B3xIQ48s")
@@ -105,6 +106,11 @@ class Roles:
     """The holders of the ends of one queue, and the counts of its objects; the same in all processes."""
 
     def __init__(self, descriptor: Descriptor | None = None) -> None:
+        if _stat(os.getpid())[1] < 0:
+            raise LoaderError(
+                "shmloader.Queue learns from /proc which processes have ended, and this one is not there: "
+                "/proc is not mounted, or hidden. Mount it, or use multiprocessing.Queue"
+            )
         if descriptor is None:
             descriptor = Descriptor(os.memfd_create("shmloader-queue"))
             os.ftruncate(descriptor.fd, PAGE_NBYTES)

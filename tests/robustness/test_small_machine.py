@@ -95,6 +95,24 @@ def test_a_loader_needs_no_proc() -> None:
     assert printed.split() == ["20"]
 
 
+def test_a_queue_without_proc_is_refused_and_leaves_nothing() -> None:
+    if not works(NO_PROC):
+        pytest.skip("no mount namespaces here")
+    printed = python(
+        """
+        import os
+        import shmloader
+        before = os.dup(0)
+        try:
+            shmloader.Queue(4)
+        except shmloader.LoaderError as error:
+            print(os.dup(0) - before, error)
+        """,
+        wrap=NO_PROC,
+    )
+    assert printed.startswith("1 shmloader.Queue learns from /proc which processes have ended")
+
+
 def test_thousands_of_retained_batches_of_a_hundred_tensors_keep_descriptors_and_mappings_flat() -> None:
     loader = DataLoader(Dicts(5000, leaves=100), batch_size=None, num_workers=2)
     kept, seen = [], []
