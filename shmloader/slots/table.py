@@ -241,7 +241,7 @@ class PlaceTable(SlotMemory):
         address space, `SharedMemoryExhausted`) if this process has no room for it; nothing was changed.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
-        begin, end = place.header_begin, place.header_end
+        seq, begin, end = place.seq, place.header_begin, place.header_end
         self.taken = place
         if place.pieces is None and self.can_lease():
             extent = place.extent if place.ready else self._make_ready(place)
@@ -256,7 +256,9 @@ class PlaceTable(SlotMemory):
             header = anchor[begin:end].tobytes()
             self._end(place)
         if not early:
-            del self.unreturned[place.seq], self.arrived[place.seq]
+            del self.unreturned[seq], self.arrived[seq]
+            if seq == self._due:
+                self._due += 1
         if self.inspection is not None:
             if place.state is LEASED:
                 self.inspection.leased(place, header)
@@ -327,23 +329,27 @@ class PlaceTable(SlotMemory):
 
     def collect(self) -> None:
         """Free the places whose leases have ended and that no accelerator may read."""
-        guard = self.guard
-        if guard.active:
-            guard.drop_copied()
+        guarded = self.guard.active
+        if guarded:
+            self.guard.drop_copied()
         ended = []
         while self._released:
             try:
                 place = self._released.popleft().place
             except AttributeError:  # an interrupt ended `take` before it was done
                 continue
-            if guard.active:
+            if guarded:
                 place.end_lease()
-            ended.append(place)
-        for place in guard.pass_on(ended) if guard.active else ended:
-            self.kept -= 1
-            self._make_free(place)
+                ended.append(place)
+            else:
+                self.kept -= 1
+                self._make_free(place)
+        if guarded:
+            for place in self.guard.pass_on(ended):
+                self.kept -= 1
+                self._make_free(place)
         # Locked slots stay warm: to unlock and lock them again may take until the device is done.
-        if len(self._free) > self.window + SPARE_SLOTS and not guard.active:
+        elif len(self._free) > self.window + SPARE_SLOTS:
             self._discard_cold()
 
     def guard_with(self, guard: Guard) -> None:
