@@ -89,7 +89,7 @@ class PlaceTable(SlotMemory):
 
         It waits a while for an accelerator if there is no room else, unless ``waits`` is False.
         """
-        if self.guard.active:
+        if self.is_guarded:
             self.collect()
             if not self.guard.admits_leases():
                 return False
@@ -103,7 +103,7 @@ class PlaceTable(SlotMemory):
             or budget.has_room_for_lease(self.tasks, self.used_nbytes())
         ):
             return True
-        if not (waits and self.guard.active):
+        if not (waits and self.is_guarded):
             return False
         waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
         self.counters.add("wait_for_device_ns", waited_ns)
@@ -169,7 +169,7 @@ class PlaceTable(SlotMemory):
         There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
         allows it. The worker may grow the slot to its ``limit_nbytes``.
         """
-        if self._released or self.guard.active:
+        if self._released or self.is_guarded:
             self.collect()
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
@@ -329,8 +329,7 @@ class PlaceTable(SlotMemory):
 
     def collect(self) -> None:
         """Free the places whose leases have ended and that no accelerator may read."""
-        guarded = self.guard.active
-        if guarded:
+        if self.is_guarded:
             self.guard.drop_copied()
         ended = []
         while self._released:
@@ -338,13 +337,13 @@ class PlaceTable(SlotMemory):
                 place = self._released.popleft().place
             except AttributeError:  # an interrupt ended `take` before it was done
                 continue
-            if guarded:
+            if self.is_guarded:
                 place.end_lease()
                 ended.append(place)
             else:
                 self.kept -= 1
                 self._make_free(place)
-        if guarded:
+        if self.is_guarded:
             for place in self.guard.pass_on(ended):
                 self.kept -= 1
                 self._make_free(place)
@@ -354,7 +353,7 @@ class PlaceTable(SlotMemory):
 
     def guard_with(self, guard: Guard) -> None:
         """Have a guard for an accelerator, from now on."""
-        self.guard = guard
+        self.guard, self.is_guarded = guard, guard.active
 
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the program no longer keeps that many."""
