@@ -167,7 +167,7 @@ class TableMachine(RuleBasedStateMachine):
     @invariant()
     def no_free_slot_has_far_more_than_a_batch_needs(self) -> None:
         for place in self.table.places:
-            if place.state is PlaceState.FREE and not (self.table.guard.active and place.ready):
+            if place.state is PlaceState.FREE and not (self.table.is_guarded and place.ready):
                 assert place.nbytes <= self.table.budget.excess_nbytes
 
     @invariant()

@@ -67,28 +67,40 @@ class Exchange:
 
     def send(self, worker_id: int, epoch: int, position: int, index_batch: object) -> None:
         """Send a task, with a slot to make its batch in."""
-        self._unsent.append(self.table.grant(worker_id, epoch, position, pack_index_batch(index_batch)))
-        try:  # noqa: SIM105 - in a third of the time
-            self._send_unsent()
-        except SharedMemoryExhausted:
-            pass  # `receive` tries again, and raises it
+        place = self.table.grant(worker_id, epoch, position, pack_index_batch(index_batch))
+        try:
+            if self._unsent:
+                self._send_unsent()
+            self._send(place)
+        except SharedMemoryExhausted:  # `receive` tries again, and raises it
+            self._unsent.append(place)
+
+    def _send(self, place: Place) -> None:
+        """Send a task; raises `SharedMemoryExhausted` if its slot cannot have the memory that it needs."""
+        table, payload = self.table, place.payload
+        nbytes = len(payload)
+        if nbytes > wire.INLINE_NBYTES:
+            table.reserve(place, nbytes).view[:nbytes] = payload
+            payload = b""
+        elif place.nbytes == 0:
+            table.reserve(place, 1)  # so that there is always room for a piece, or for an error
+        request = wire.pack_make_batch(
+            place.epoch,
+            place.seq,
+            place.position,
+            place.number,
+            place.nbytes,
+            table.budget.hint_nbytes,
+            place.limit_nbytes,
+            nbytes,
+            payload,
+        )
+        self.workers.workers[place.worker_id].send(request)
 
     def _send_unsent(self) -> None:
-        """Send tasks, until a slot cannot have the memory for a page or for a long index batch."""
-        table, workers, unsent = self.table, self.workers.workers, self._unsent
-        while unsent:
-            place = unsent[0]
-            payload = place.payload
-            nbytes = len(payload)
-            if nbytes > wire.INLINE_NBYTES:
-                table.reserve(place, nbytes).view[:nbytes] = payload
-                payload = b""
-            elif place.nbytes == 0:
-                table.reserve(place, 1)  # so that there is always room for a piece, or for an error
-            task = place.epoch, place.seq, place.position, place.number, place.nbytes
-            limits = table.budget.hint_nbytes, place.limit_nbytes
-            workers[place.worker_id].send(wire.pack_make_batch(*task, *limits, nbytes, payload))
-            unsent.popleft()
+        while self._unsent:
+            self._send(self._unsent[0])
+            self._unsent.popleft()
 
     def begin_epoch(self, settings: bytes) -> None:
         """Void all tasks, and have all workers begin a new epoch; returns when those tasks are finished.
@@ -240,7 +252,7 @@ class Exchange:
                 )
                 self.table.arrive(seq, slot_nbytes, header_begin, header_end, made_ns, flags)
                 self.counters.note_answer(wait_ns, made_ns)
-                if flags & (wire.DETACHED | wire.FULL):
+                if flags:
                     self._accept_flags(worker, flags)
             else:
                 self._accept_other(worker, records, begin)

@@ -51,7 +51,7 @@ class SlotMemory:
         self.tasks = 0  # number of places that are ``MAKING`` or ``ARRIVED``
         self.kept = 0  # number of places that are ``LEASED`` or ``GUARDED``
         self.committed_nbytes = 0  # sum of all limits
-        self.guard = Guard()  # keeps places back for an accelerator
+        self.guard, self.is_guarded = Guard(), False  # keeps places back for an accelerator
         wanted = os.environ.get("SHMLOADER_DEBUG", "0") not in ("", "0")
         self.inspection = Inspection() if wanted else None
         self.warning = ""  # for the program, to be given when the next batch is asked for
@@ -114,7 +114,7 @@ class SlotMemory:
     def _drop_excess(self, place: Place) -> None:
         """Give back what a free slot has beyond a typical batch, if it has far more."""
         # To unlock a locked slot and lock it again would take longer.
-        if place.nbytes > self.budget.excess_nbytes and not (self.guard.active and place.ready):
+        if place.nbytes > self.budget.excess_nbytes and not (self.is_guarded and place.ready):
             self._shrink(place, whole_pages(self.budget.hint_nbytes))
 
     def _shrink(self, place: Place, nbytes: int) -> None:

@@ -89,7 +89,7 @@ class PlaceTable(SlotMemory):
 
         It waits a while for an accelerator if there is no room else, unless ``waits`` is False.
         """
-        if self.guard.active:
+        if self.is_guarded:
             self.collect()
             if not self.guard.admits_leases():
                 return False
@@ -103,7 +103,7 @@ class PlaceTable(SlotMemory):
             or budget.has_room_for_lease(self.tasks, self.used_nbytes())
         ):
             return True
-        if not (waits and self.guard.active):
+        if not (waits and self.is_guarded):
             return False
         waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
         self.counters.add("wait_for_device_ns", waited_ns)
@@ -169,7 +169,7 @@ class PlaceTable(SlotMemory):
         There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
         allows it. The worker may grow the slot to its ``limit_nbytes``.
         """
-        if self._released or self.guard.active:
+        if self._released or self.is_guarded:
             self.collect()
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
@@ -241,7 +241,7 @@ class PlaceTable(SlotMemory):
         address space, `SharedMemoryExhausted`) if this process has no room for it; nothing was changed.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
-        begin, end = place.header_begin, place.header_end
+        seq, begin, end = place.seq, place.header_begin, place.header_end
         self.taken = place
         if place.pieces is None and self.can_lease():
             extent = place.extent if place.ready else self._make_ready(place)
@@ -256,7 +256,9 @@ class PlaceTable(SlotMemory):
             header = anchor[begin:end].tobytes()
             self._end(place)
         if not early:
-            del self.unreturned[place.seq], self.arrived[place.seq]
+            del self.unreturned[seq], self.arrived[seq]
+            if seq == self._due:
+                self._due += 1
         if self.inspection is not None:
             if place.state is LEASED:
                 self.inspection.leased(place, header)
@@ -327,28 +329,31 @@ class PlaceTable(SlotMemory):
 
     def collect(self) -> None:
         """Free the places whose leases have ended and that no accelerator may read."""
-        guard = self.guard
-        if guard.active:
-            guard.drop_copied()
+        if self.is_guarded:
+            self.guard.drop_copied()
         ended = []
         while self._released:
             try:
                 place = self._released.popleft().place
             except AttributeError:  # an interrupt ended `take` before it was done
                 continue
-            if guard.active:
+            if self.is_guarded:
                 place.end_lease()
-            ended.append(place)
-        for place in guard.pass_on(ended) if guard.active else ended:
-            self.kept -= 1
-            self._make_free(place)
+                ended.append(place)
+            else:
+                self.kept -= 1
+                self._make_free(place)
+        if self.is_guarded:
+            for place in self.guard.pass_on(ended):
+                self.kept -= 1
+                self._make_free(place)
         # Locked slots stay warm: to unlock and lock them again may take until the device is done.
-        if len(self._free) > self.window + SPARE_SLOTS and not guard.active:
+        elif len(self._free) > self.window + SPARE_SLOTS:
             self._discard_cold()
 
     def guard_with(self, guard: Guard) -> None:
         """Have a guard for an accelerator, from now on."""
-        self.guard = guard
+        self.guard, self.is_guarded = guard, guard.active
 
     def trim(self) -> None:
         """Give back the memory of free slots beyond the base: the program no longer keeps that many."""

@@ -87,17 +87,6 @@ class _Part:
     store: RowStore
 
 
-@dataclass(eq=False)
-class _Use:
-    """What a process has read so far; apart, as ``worker_max_nbytes`` takes a store's numbers for states."""
-
-    share: float = 0.0  # bytes in memory for each byte of a footer's account, at most so far
-    reads: int = 0
-    rows_read: int = 0
-    rows_given: int = 0
-    has_told: bool = False
-
-
 class LazyStore(Store):
     """Rows of Parquet files, of which each process keeps the row groups that it has used last.
 
@@ -118,7 +107,9 @@ class LazyStore(Store):
         self._group_of = RangeFinder(groups.starts)
         self._cache: dict[int, _Part] = {}  # by row group, in the order of their last uses
         self._window: _Part | None = None  # that was gathered from last
-        self._use = _Use()
+        self._share = 0.0  # bytes in memory for each byte of a footer's account, at most so far
+        self._reads, self._rows_read, self._rows_given = 0, 0, 0
+        self._has_told = False
 
     def __len__(self) -> int:
         return self._groups.starts[-1]
@@ -132,7 +123,7 @@ class LazyStore(Store):
         group = bisect_right(self._groups.starts, index) - 1
         part = self._cache.pop(group, None) or self._parts_with([group])[0]
         self._cache[group] = part  # behind those that were used before
-        self._use.rows_given += 1
+        self._rows_given += 1
         return part.store.row(index + part.shifts[group])
 
     def __getitems__(self, indices: Any) -> list[Any]:
@@ -146,7 +137,7 @@ class LazyStore(Store):
             store, rows = self._window_with(portion, numbers[places], group_of[places])
             for place, row in zip(places.tolist(), store.__getitems__(rows), strict=True):
                 found[place] = row
-        self._use.rows_given += len(numbers)
+        self._rows_given += len(numbers)
         return found
 
     def take(self, indices: Any, out: Any = None) -> Any:
@@ -159,7 +150,7 @@ class LazyStore(Store):
         groups = groups or self._group_of(np.zeros(1, np.int64)).tolist()
         if len(self._portions(groups)) > 1:
             return join(self.__getitems__(rows), out)
-        self._use.rows_given += len(rows)
+        self._rows_given += len(rows)
         store, rows = self._window_with(groups, rows, group_of)
         return store.take(rows, out)
 
@@ -196,7 +187,7 @@ class LazyStore(Store):
         return portions
 
     def _expected_nbytes(self, group: int) -> float:
-        return self._groups.nbytes[group] * (self._use.share or 1)
+        return self._groups.nbytes[group] * (self._share or 1)
 
     def _window_with(self, groups: list[int], rows: Rows, group_of: Rows) -> tuple[RowStore, Rows]:
         """A store that has some row groups, and the numbers there of some rows of them."""
@@ -234,9 +225,9 @@ class LazyStore(Store):
                 part = self._keep(some, batches)
                 found |= dict.fromkeys(some, part)
                 footers_nbytes = sum(self._groups.nbytes[group] for group in some)
-                self._use.share = max(self._use.share, part.store.nbytes / max(1, footers_nbytes))
-                self._use.rows_read += len(part.store)
-            self._use.reads += len(missing)
+                self._share = max(self._share, part.store.nbytes / max(1, footers_nbytes))
+                self._rows_read += len(part.store)
+            self._reads += len(missing)
             self._tell_of_waste()
         return list(dict.fromkeys(filter(None, found.values())))
 
@@ -296,12 +287,11 @@ class LazyStore(Store):
         return RowStore(chunks, views=None)
 
     def _tell_of_waste(self) -> None:
-        use = self._use
-        if use.has_told or use.reads < _MANY_READS or use.rows_read < _WASTE * use.rows_given:
+        if self._has_told or self._reads < _MANY_READS or self._rows_read < _WASTE * self._rows_given:
             return
-        use.has_told = True
+        self._has_told = True
         warn(
-            f"{use.reads:,} row groups of {use.rows_read:,} rows were read for {use.rows_given:,} rows "
+            f"{self._reads:,} row groups of {self._rows_read:,} rows were read for {self._rows_given:,} rows "
             f"that were asked for, with cache_nbytes={self.cache_nbytes:,}. Use shmloader.BlockSampler, with "
             "a smaller window or as many lanes as workers, or a larger cache"
         )

@@ -23,6 +23,7 @@ import torch
 from shmloader.errors import LoaderError
 from shmloader.indices.samplers import has_state
 from shmloader.memory.process_memory import private_nbytes
+from shmloader.store_hooks import hooks
 from shmloader.worker.epoch_settings import datasets_in, owners_in
 from shmloader.worker.heap import WarmHeap
 from shmloader.worker.random_state import Generators, global_states, set_global_states
@@ -140,7 +141,7 @@ def _scalars_of(dataset: Any) -> dict[str, Any]:
     """Numbers and strings that are attributes of datasets without a state of their own."""
     found = {}
     for number, one in enumerate(datasets_in(dataset, has_state)):
-        if not has_state(one):
+        if not (has_state(one) or hooks.is_store(one)):  # which count what was read of them
             for name, value in _attributes_of(one).items():
                 if isinstance(value, _SCALARS):
                     inside = f" (dataset {number} inside it)" if number else ""

@@ -188,8 +188,10 @@ def test_reading_much_for_few_rows_is_told_once(tmp_path: Path) -> None:
 
 def test_workers_with_a_limit_of_memory_may_count_what_they_read(tmp_path: Path) -> None:
     lazy = shmloader.open(write_columns(tmp_path / "a.parquet", 400, 10), lazy=True, cache_nbytes=1)
-    found = list(DataLoader(lazy, batch_size=10, num_workers=1, worker_max_nbytes=1 << 40))
-    assert_same(found, list(DataLoader(lazy, batch_size=10)))
+    for store in (lazy, shmloader.share([f"row {n}" for n in range(400)])[5:]):
+        plain = DataLoader(store, batch_size=10, collate_fn=identity)
+        limited = DataLoader(store, 10, num_workers=1, collate_fn=identity, worker_max_nbytes=1 << 40)
+        assert_same(list(limited), list(plain))
 
 
 @pytest.mark.parametrize("workers", [(2, 0), (0, 2), (1, 2)], ids=str)
