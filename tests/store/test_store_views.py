@@ -338,6 +338,15 @@ def test_a_wanted_dtype_loses_nothing_and_numbers_that_do_not_fit_are_errors() -
             np.array(numbers[:4], np.uint8)
 
 
+@pytest.mark.parametrize("read", [lambda view: view[[]], lambda view: view.get({}), lambda view: [] in view])
+def test_a_list_is_no_key_of_a_view_as_it_is_none_of_a_dict(read: Callable[[Any], Any]) -> None:
+    view = shmloader.share([BY_KEY] * 2)[0]
+    assert is_view(view)
+    for mapping in (view, BY_KEY):
+        with pytest.raises(TypeError, match="unhashable"):
+            read(mapping)
+
+
 def test_an_array_of_mappings_has_mappings_as_items_and_not_their_keys() -> None:
     by_number = {7 * n: n for n in range(40_000)}
     store = shmloader.share([by_number] * 3)
