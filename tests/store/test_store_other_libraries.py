@@ -118,7 +118,9 @@ def test_pandas_frames_in_a_dataset_are_frames_over_shared_memory(pandas: Any) -
 
 
 def test_frames_that_were_unshared_can_be_written_to_and_others_stay_the_same(pandas: Any) -> None:
-    frame = pandas.DataFrame({"number": np.arange(1 << 18), "nullable": pandas.array([1] * (1 << 18), "Int64")})
+    frame = pandas.DataFrame(
+        {"number": np.arange(1 << 18), "nullable": pandas.array([1] * (1 << 18), "Int64")}
+    )
     kept, odd = pandas.Series(np.zeros(1 << 18)), pandas.Series([lambda: 1], dtype=object)
     dataset = share(SimpleNamespace(frame=frame, column=frame["number"].copy()))
     dataset.kept, dataset.odd = kept, odd
