@@ -6,6 +6,7 @@ put into the node's place.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import io
 import logging
@@ -13,6 +14,7 @@ import pickle
 import sys
 from collections import defaultdict
 from collections.abc import ItemsView, Iterator, Mapping, Sized
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -191,6 +193,10 @@ def _unshared(value: Any) -> Any:
         return value.plain() if factory is None else defaultdict(factory, value.plain())
     if isinstance(value, Store | SetStore):
         return list(value.plain()) if isinstance(value, Store) else set(value)
+    if is_pandas_part(value):
+        with contextlib.suppress(Exception):  # of its objects, which cannot be pickled: nor are they shared
+            arrays = (np.asarray(view) for view in _pickled_pandas(value)[1] if view.nbytes)
+            return deepcopy(value) if any(is_shared(array, None) for array in arrays) else None
     if type(value) not in (np.ndarray, torch.Tensor) or not is_shared(value, None):
         return None
     return value.clone() if isinstance(value, torch.Tensor) else value.copy()
@@ -313,18 +319,12 @@ def _write_in_place(data: Any, writer: MemoryWriter) -> Make:
 
 def _write_pandas(value: Any, writer: MemoryWriter) -> Make:
     """Write a pandas object as it pickles itself, with the memory of its arrays beside the pickle."""
-    out: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, 5, buffer_callback=out.append)
-    pickler.dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_with_times}
-    pickler.dump(_with_texts_in_arrow(value))
-    pickled = file.getvalue()
+    pickled, views = _pickled_pandas(_with_texts_in_arrow(value))
     if len(pickled) >= objects.LEAST_NBYTES:
         raise TypeError(
             f"{len(pickled):,} bytes of it are Python objects, not arrays: convert these columns, or keep "
             "them in a list or a dict"
         )
-    views = [buffer.raw() for buffer in out]
     writer.out.reserve(writer.out.nbytes + sum(view.nbytes for view in views))  # before any page is touched
     places = [(writer.out.append(view), view.nbytes) for view in views]
 
@@ -333,6 +333,16 @@ def _write_pandas(value: Any, writer: MemoryWriter) -> Make:
         return pickle.loads(pickled, buffers=[view[begin : begin + nbytes] for begin, nbytes in places])
 
     return make
+
+
+def _pickled_pandas(value: Any) -> tuple[bytes, list[memoryview[Any]]]:
+    """The pickle of a pandas object, and the memory of its arrays."""
+    out: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5, buffer_callback=out.append)
+    pickler.dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_with_times}
+    pickler.dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in out]
 
 
 def _reduce_with_times(array: np.ndarray[Any, Any]) -> Any:

@@ -164,7 +164,7 @@ class Graph:
         if isinstance(value, np.ndarray) and value.dtype.hasobject:
             why = "an array of Python objects with several dimensions has no rows: keep a list of its rows"
             self.leave(node, why, nbytes)
-        elif isinstance(value, np.ndarray) or kind_of_tensor(value) is not None:
+        elif isinstance(value, np.ndarray) or kind_of_tensor(value.resolve_conj().resolve_neg()) is not None:
             node.share_as("array")
         elif value.device.type == "cpu":
             why = "only dense tensors that do not require grad can be shared: see Tensor.detach"

@@ -311,8 +311,8 @@ class _Reducer:
             reduced = self.by_handle(value, None if popen is None else _files_for(weakref.ref(popen)))
             if reduced is not None:
                 return reduced
-        if self._as_usual is not None:
-            return self._as_usual(value)
+        if self._as_usual is not None:  # torch's, which forgets that a tensor is conjugated or negated
+            return self._as_usual(value.resolve_conj().resolve_neg())
         # No reducer is told the protocol; multiprocessing takes the default.
         return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 

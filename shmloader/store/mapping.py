@@ -231,6 +231,12 @@ class MappingStore(KeyedStore, Mapping[_Key, _Value_co]):
         """A dict of the items, in this process's memory."""
         return dict(self.items())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """One object, as of a dict: NumPy would take the keys of a mapping for items of a list."""
+        found = np.empty(1, object)
+        found[0] = self
+        return found.reshape(()).astype(object if dtype is None else dtype, copy=False)
+
     def __or__(self, other: Any) -> dict[Any, Any]:
         return self.copy() | dict(other) if isinstance(other, Mapping) else NotImplemented
 

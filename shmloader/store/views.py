@@ -84,6 +84,7 @@ class DictView(MappingStore):
         pairs, begin, end = self._pairs, self._part.start, self._part.stop
         hashed = hash_of(key)
         if hashed is None or pairs.index is None:
+            hash(key)  # a TypeError for a list, as of a dict
             return next((row for row, found in enumerate(self) if found is key or found == key), -1)
         hashes, places = pairs.index
         at = bisect_left(hashes, hashed, begin, end)

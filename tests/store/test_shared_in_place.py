@@ -92,7 +92,7 @@ def test_what_is_set_later_reaches_workers(start_method: str, wrap: Any) -> None
 
 class Weights(Dataset[Any]):
     def __init__(self) -> None:
-        self.weights = torch.zeros(1 << 18)
+        self.weights: Any = torch.zeros(1 << 18)
         self.numbers = np.zeros(1 << 18)
 
     def __len__(self) -> int:
@@ -113,6 +113,17 @@ def test_what_is_written_to_a_shared_tensor_later_reaches_workers(start_method: 
     assert next(iter(loader)).tolist() == [0, 5, 6, 0]
     with pytest.raises(ValueError, match="read-only"):
         dataset.numbers[1] = 5
+
+
+def test_conjugated_and_negated_tensors_are_shared_and_reach_workers(start_method: str) -> None:
+    waves = torch.full((1 << 18,), 1 + 2j).conj()
+    dataset, want = Weights(), [waves, waves.imag, waves[:2], waves.imag[:2]]
+    dataset.weights = list(want)
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=1, share_dataset=True, multiprocessing_context=start_method
+    )
+    assert [is_shared(one, None) for one in dataset.weights] == [True, True, False, False]
+    assert all(map(torch.equal, loader, want))
 
 
 class Numbers(Dataset[Any]):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from warm_python import warm_python
 
-from shmloader import DataLoader, NotSharedWarning, share
+from shmloader import DataLoader, NotSharedWarning, share, unshare
 from shmloader import open as open_store
 from shmloader.store import Store
 from shmloader.store.handles import MappedFiles, is_shared, pack, unpack
@@ -115,6 +115,24 @@ def test_pandas_frames_in_a_dataset_are_frames_over_shared_memory(pandas: Any) -
         for values in (frames.frame["n"], frames.frame["x"], frames.series):
             assert is_shared(values.to_numpy(), MappedFiles())
     assert again.frame.iloc[-1].to_dict() == original.frame.iloc[-1].to_dict()
+
+
+def test_frames_that_were_unshared_can_be_written_to_and_others_stay_the_same(pandas: Any) -> None:
+    frame = pandas.DataFrame(
+        {"number": np.arange(1 << 18), "nullable": pandas.array([1] * (1 << 18), "Int64")}
+    )
+    kept, odd = pandas.Series(np.zeros(1 << 18)), pandas.Series([lambda: 1], dtype=object)
+    dataset = share(SimpleNamespace(frame=frame, column=frame["number"].copy()))
+    dataset.kept, dataset.odd = kept, odd
+    with pytest.raises(ValueError, match="read-only"):
+        dataset.frame.loc[0, "number"] = 5
+    unshare(dataset)
+    dataset.frame.loc[0, ["number", "nullable"]] = 5
+    dataset.column.iloc[0] = 5
+    assert dataset.frame.iloc[:2].to_numpy().tolist() == [[5, 5], [1, 1]]
+    assert dataset.column.tolist()[:2] == [5, 1]
+    assert dataset.kept is kept
+    assert dataset.odd is odd
 
 
 def test_sharing_frames_again_adds_no_reducer(pandas: Any) -> None:

@@ -177,6 +177,7 @@ ARRAY_LISTS = {
     "strings": [np.array(["abc", "d"]), np.array(["efghi"])],
     "dtypes mixed": [np.zeros(3, "f4"), np.zeros(3, "f8"), np.zeros(3, ">f8"), np.zeros((3, 1), "f4")],
     "not contiguous": [np.arange(10)[::3], np.arange(12).reshape(3, 4)[:, 1:3]],
+    "of another byte order, pickled": [{"x": OrderedDict(y=np.arange(6, dtype=">i8")[::-2])}] * 2,
     "large": [np.random.rand(3000) for _ in range(3)],
     "Python objects": [np.array([1, "a", None], object)],
     "tensors of one shape": [torch.rand(3, 4) for _ in range(4)],

@@ -338,6 +338,30 @@ def test_a_wanted_dtype_loses_nothing_and_numbers_that_do_not_fit_are_errors() -
             np.array(numbers[:4], np.uint8)
 
 
+@pytest.mark.parametrize("read", [lambda view: view[[]], lambda view: view.get({}), lambda view: [] in view])
+def test_a_list_is_no_key_of_a_view_as_it_is_none_of_a_dict(read: Callable[[Any], Any]) -> None:
+    view = shmloader.share([BY_KEY] * 2)[0]
+    assert is_view(view)
+    for mapping in (view, BY_KEY):
+        with pytest.raises(TypeError, match="unhashable"):
+            read(mapping)
+
+
+def test_an_array_of_mappings_has_mappings_as_items_and_not_their_keys() -> None:
+    by_number = {7 * n: n for n in range(40_000)}
+    store = shmloader.share([by_number] * 3)
+    assert is_view(store[0])
+    for mapping in (store[0], shmloader.share(by_number)):
+        for array in (np.array([mapping] * 3), np.array(store), np.asarray([mapping], object)):
+            assert array.dtype == object
+            assert array.ndim == 1
+            assert array[0] == by_number
+        assert np.array(mapping).item() == by_number
+        assert (np.array([1, 2]) == mapping).tolist() == [False, False]
+        with pytest.raises((TypeError, ValueError)):
+            np.array(mapping, float)
+
+
 def test_a_window_that_is_read_as_a_sequence_gives_new_lists() -> None:
     rows = [[n, n / 2] for n in range(50)]
     window = shmloader.share(rows)[10:20]

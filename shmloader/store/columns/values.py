@@ -308,12 +308,14 @@ class Pickles(PythonType, name="pickle", over=Octets):
 class _ObjectPickler(pickle.Pickler):
     """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along.
 
-    NumPy's own way with its texts drops zeros at their end.
+    NumPy's own way with its texts drops zeros at their end, and that with a part of an array the byte order.
     """
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.str_ or type(value) is np.bytes_:
             return type(value), (value[:],)
+        if type(value) is np.ndarray and not value.dtype.isnative and not value.flags.forc:
+            return value.copy().__reduce_ex__(5)
         if type(value) is not torch.Tensor or value.requires_grad:
             return NotImplemented
         if value.layout is torch.sparse_coo and value.is_coalesced():
