@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shmloader.errors import LoaderError, NotReady, ResumeError
+from shmloader.errors import LoaderError, ResumeError
 from shmloader.indices.samplers import length_of
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
@@ -242,9 +242,8 @@ class Server:
 
     def _make_batch(self) -> None:
         try:
-            try:
-                item = self._source.next(waits=False)
-            except NotReady:
+            item = self._source.next_if_here()
+            if item is None:
                 self._flush()
                 item = self._source.next()
         except StopIteration:

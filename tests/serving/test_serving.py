@@ -478,3 +478,33 @@ def test_a_forked_child_does_not_keep_a_name() -> None:
     child.kill()
     child.join()
     child.close()
+
+
+class Chained(Numbers):
+    """Sample 5 raises an exception that has a context, after a moment."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(16)
+        self._error = error
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 5:
+            time.sleep(0.3)
+            error = self._error("of sample 5")
+            error.__context__ = KeyError("its context")
+            raise error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", [ValueError, shmloader.NotReady])
+def test_an_exception_is_the_samples_alone(error: type[Exception], workers: int) -> None:
+    """Also one that the server could take for its own."""
+    make = functools.partial(numbers, workers, Chained(error), shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as loader:
+        iterator = iter(loader)
+        assert next(iterator)["index"].tolist() == [0, 1, 2, 3]
+        with pytest.raises(error, match="of sample 5") as raised:
+            next(iterator)
+        assert type(raised.value.__context__) is KeyError
+        assert [batch["index"][0].item() for batch in iterator] == [8, 12]
