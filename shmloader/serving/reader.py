@@ -80,7 +80,7 @@ class AttachedLoader:
         """The serving loader's state after the batches that this reader's ``next()`` has returned.
 
         It is what a program gets that iterates over the loader itself, and can be loaded there. The server
-        answers between two batches.
+        answers between two batches. Right after an exception, it begins with the batch that raised.
 
         Args:
             taken: The place after so many of the batches that were returned since ``iter()``.
@@ -160,6 +160,7 @@ class AttachedIterator:
         self._loader, self._link, self._lock = loader, link, lock
         self._first = -1  # batches of the epoch before this reader's first, once it has begun
         self._taken = 0
+        self._raised: list[int] = []  # which of these were exceptions, counted from 1
         self._made: list[Any] = []  # the batch that is about to be returned
         self._ended: Exception | None = None
 
@@ -170,7 +171,10 @@ class AttachedIterator:
         """The batches of the epoch up to the one returned last, or the ``taken``-th; -1 outside it."""
         if self._first < 0 or self._ended is not None:
             return -1
-        return self._first + (self._taken if taken is None else taken)
+        place = self._taken if taken is None else taken
+        for raised in () if taken is None else self._raised:
+            place += raised <= place
+        return self._first + place
 
     def end(self, why: Exception) -> None:
         """Give no more batches."""
@@ -201,11 +205,12 @@ class AttachedIterator:
             raise StopIteration
         try:
             self._made = [self._loader.deliver(link.read(stored), waited_ns)]
-        except MemoryError:  # the next call tries again, unless it was sent as the batch
-            self._taken += bool(stored.flags & records.RAISES)
-            raise
-        except Exception:
-            self._taken += 1  # what came in the batch's place
+        except Exception as error:  # what came in the batch's place
+            if stored.flags & records.RAISES or not isinstance(
+                error, MemoryError
+            ):  # which can be tried again
+                self._taken += 1
+                self._raised.append(self._taken)
             raise
 
     def __del__(self) -> None:

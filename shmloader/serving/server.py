@@ -7,6 +7,7 @@ Roster: who may have how many  ◀── NEXT, ASK, LEAVE ────┘ maps t
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import os
@@ -50,6 +51,8 @@ class Server:
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
         self._seq = 0  # things that were stored for readers
+        # Which of the epoch's things were exceptions in place of a batch: the loader's states count none.
+        self._raised: list[int] = []
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
 
     def run(self, epochs: int | None) -> None:
@@ -204,7 +207,7 @@ class Server:
                 "this process has no place in the epoch that other readers are in: ask for its state in an "
                 "epoch that it takes part in"
             )
-        return self._source.state(None if taken < 0 else taken)
+        return self._source.state(None if taken < 0 else taken - bisect.bisect(self._raised, taken))
 
     def _load(self, packed: bytes) -> None:
         if self._roster.running:
@@ -232,6 +235,7 @@ class Server:
                 self._send(reader, self._hold(item, [reader], records.ANSWER, reader.request))
             return
         self._loaded = None
+        self._raised.clear()
         self._roster.begin_epoch()
         for reader in readers:
             self._tell_of_epoch(reader)
@@ -241,6 +245,7 @@ class Server:
         self._send(reader, message, self._source.epoch_fds)
 
     def _make_batch(self) -> None:
+        returned = self._source.returned
         try:
             item = self._source.next_if_here()
             if item is None:
@@ -252,6 +257,8 @@ class Server:
             return
         except Exception as error:  # noqa: BLE001 - in the batch's place, for every reader
             item = self._source.store_error(error, self._where)
+            if self._source.returned == returned:
+                self._raised.append(self._roster.made + 1)
         held = set[int]().union(*(connection.held for connection in self._connections.values()))
         room = min(self._roster.window + 2 * len(self._roster), MOST_WINDOW) + _KEPT
         flags = records.COPY if len(held) >= room else 0

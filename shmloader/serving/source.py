@@ -36,6 +36,7 @@ class Source:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._iterator: Any = None
+        self.returned = 0  # batches that it has returned in this epoch
         nbytes = memory_headroom().available_nbytes // 2
         self._own = PlaceTable(Segment(), 1, nbytes, follows_host=True)
         self.fd = self._own.segment.fileno()
@@ -56,7 +57,7 @@ class Source:
         if epoch is not None:
             self.loader.set_epoch(epoch)
         self._iterator = None  # without persistent workers, the last one's end here
-        self._iterator = iter(self.loader)
+        self._iterator, self.returned = iter(self.loader), 0
 
     def leave(self) -> None:
         """Leave the epoch: its workers end, unless they are persistent."""
@@ -74,6 +75,7 @@ class Source:
 
     def _item_of(self, batch: Any) -> Item:
         iterator = self._iterator
+        self.returned += 1
         if not isinstance(iterator, SlotIterator):
             return self.store(batch)
         place = iterator.table.taken
