@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -508,3 +509,26 @@ def test_an_exception_is_the_samples_alone(error: type[Exception], workers: int)
             next(iterator)
         assert type(raised.value.__context__) is KeyError
         assert [batch["index"][0].item() for batch in iterator] == [8, 12]
+
+
+class NotCounted(torch.utils.data.IterableDataset[int]):
+    """As wrappers of loaders are, that have a length once they are iterated over."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        raise self._error("no length yet")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_a_length_that_raises_is_none(error: type[Exception]) -> None:
+    loader = shmloader.DataLoader(NotCounted(error), batch_size=4)
+    with served_by_thread(loader, readers=1) as name, shmloader.attach(name) as reader:
+        with pytest.raises(TypeError, match="has no length"):
+            len(reader)
+        assert sum(len(batch) for batch in reader) == 8
+        assert reader.state_dict() == loader.state_dict()
