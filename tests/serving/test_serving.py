@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -532,3 +533,19 @@ def test_a_length_that_raises_is_none(error: type[Exception]) -> None:
             len(reader)
         assert sum(len(batch) for batch in reader) == 8
         assert reader.state_dict() == loader.state_dict()
+
+
+def test_threads_of_a_reader_get_each_batch_once() -> None:
+    make = functools.partial(numbers, 0, Numbers(3000, 1), batch_size=1, shuffle=False)
+    with served(make, readers=1, window=32) as (name, _), shmloader.attach(name) as loader:
+        iterator, found = iter(loader), list[int]()
+
+        def take() -> None:
+            found.extend(batch["index"].item() for batch in iterator)
+
+        threads = [threading.Thread(target=take) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == list(range(3000))
