@@ -24,6 +24,7 @@ from shmloader.serving.connection import Connection
 from shmloader.serving.records import Stored
 from shmloader.serving.roster import Policy, Roster
 from shmloader.serving.source import Item, Source
+from shmloader.slots import RETAINED_SLOTS
 from shmloader.store.host_server import FULL, RETRY_S
 
 _log = logging.getLogger(__name__)
@@ -260,7 +261,9 @@ class Server:
             if self._source.returned == returned:
                 self._raised.append(self._roster.made + 1)
         held = set[int]().union(*(connection.held for connection in self._connections.values()))
-        room = min(self._roster.window + 2 * len(self._roster), MOST_WINDOW) + _KEPT
+        window, count = self._roster.window, len(self._roster)
+        # A window of what they copy is held too, and an answer for each; a table of slots leases no more.
+        room = min(min(window + 2 * count, MOST_WINDOW) + _KEPT, RETAINED_SLOTS - window - count)
         flags = records.COPY if len(held) >= room else 0
         readers = list(self._roster.active)
         message = self._hold(item, readers, flags, self._roster.add_batch())

@@ -549,3 +549,14 @@ def test_threads_of_a_reader_get_each_batch_once() -> None:
         for thread in threads:
             thread.join()
         assert sorted(found) == list(range(3000))
+
+
+def test_all_is_kept_with_the_largest_window() -> None:
+    """The server has a window of batches ready while the reader holds as many as it may."""
+    make = functools.partial(numbers, 0, Numbers(200, 1), batch_size=1, shuffle=False)
+    with served(make, readers=1, window=32) as (name, _), shmloader.attach(name) as loader:
+        kept = []
+        for batch in loader:
+            kept.append(batch)
+            time.sleep(0.005)
+        assert [batch["index"].item() for batch in kept] == list(range(200))
