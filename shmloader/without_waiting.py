@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 from shmloader.errors import LoaderError, NotReady
 from shmloader.statistics import Counters
 from shmloader.torch_private import never_compiled
+
+NOT_HERE = object()
+"""Stands for a batch that is not here yet."""
 
 
 class WithoutWaiting:
@@ -34,8 +38,34 @@ class WithoutWaiting:
         Raises:
             NotReady: If the batch is not here yet. Nothing was taken.
             StopIteration: After the epoch's last batch.
+            LoaderError: In place of a `NotReady` that a sample or the sampler raised.
         """
-        return self.__next__(False)
+        try:
+            return self.__next__(False)
+        except NotReady as error:
+            if self._is_own(error):
+                raise
+            raise LoaderError(
+                "a sample or the sampler raised NotReady, for a loader of its own say. try_next() raises "
+                "that only for a batch that is not here yet, and this one is lost: wait there with next()"
+            ) from error
+
+    @never_compiled
+    def next_if_here(self) -> Any:
+        """The next batch, as ``next()`` with all its exceptions, or `NOT_HERE` where that would wait."""
+        try:
+            return self.__next__(False)
+        except NotReady as error:
+            if self._is_own(error):
+                return NOT_HERE
+            raise
+
+    def _is_own(self, error: NotReady) -> bool:
+        """Whether this iterator says so, and not a nested one in the program's code: by who has raised it."""
+        lifecycle = getattr(self, "_lifecycle", None)  # without workers there is none, and no wait
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        names = frame.f_locals
+        return lifecycle is not None and names.get("lifecycle", names.get("self")) is lifecycle
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The further batches for ``async for``; see `DataLoader.__aiter__`."""
@@ -54,7 +84,7 @@ class AsyncBatches:
     """
 
     def __init__(self, iterator: Any, timeout_s: float, note_wait: Callable[[int], None]) -> None:
-        self._iterator = iterator  # with `try_next` and `fileno`
+        self._iterator = iterator  # with `next_if_here` and `fileno`
         self._timeout_s = timeout_s  # after which the iterator is to look at its workers; 0 for never
         self._note_wait = note_wait  # counts nanoseconds
         self._turns = asyncio.Lock()
@@ -68,11 +98,16 @@ class AsyncBatches:
             await asyncio.sleep(0)
             while True:
                 try:
-                    return self._iterator.try_next()
+                    batch = self._iterator.next_if_here()
                 except StopIteration:
                     raise StopAsyncIteration from None
-                except NotReady:
-                    pass  # to wait here would make it the context of what is raised later
+                except StopAsyncIteration as error:
+                    raise LoaderError(
+                        "a sample or the sampler raised StopAsyncIteration, which would end the loop as if "
+                        "the epoch were over"
+                    ) from error
+                if batch is not NOT_HERE:
+                    return batch
                 await self._ready()
 
     async def _ready(self) -> None:

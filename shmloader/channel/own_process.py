@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -26,10 +27,10 @@ _END_S = 5.0  # how long a process may take to end by itself after its queue was
 _numbers = itertools.count()
 
 
-class _Failure(NamedTuple):
-    """An exception in place of an item."""
+class _End(NamedTuple):
+    """Comes after the last item. `close` alone says nothing of a queue that was never put into."""
 
-    packed: bytes
+    failure: bytes  # the exception in place of further items; empty for none
 
 
 class _Unwanted(BaseException):
@@ -108,14 +109,10 @@ class OwnProcess(IterableDataset[Any]):
         process = context.Process(target=self._run, args=arguments, daemon=True)
         process.start()
         try:
-            while True:
-                try:
-                    item = _next(items, process)
-                except QueueClosed:
-                    return
-                if type(item) is _Failure:
-                    raise restore(item.packed)
+            while type(item := _next(items, process)) is not _End:
                 yield item
+            if item.failure:
+                raise restore(item.failure)
         finally:
             items.close()
             for end in (lambda: None, process.terminate, process.kill):
@@ -128,19 +125,18 @@ class OwnProcess(IterableDataset[Any]):
         parent_watch.begin(main_pid)
         torch.set_num_threads(1)
         seed_worker_process(seed, 0)
+        end = _End(b"")
         try:
-            try:
-                self._make_ready()
-                for item in self.dataset:
-                    _put(items, item)
-            except _Unwanted:
-                raise
-            except BaseException as error:  # noqa: BLE001 - raised where the items go
-                where = f"Raised in the process (pid {os.getpid()}) of a {type(self.dataset).__name__}"
-                _put(items, _Failure(capture(error, where)))
+            self._make_ready()
+            for item in self.dataset:
+                _put(items, item)
         except _Unwanted:
             return
-        items.close()
+        except BaseException as error:  # noqa: BLE001 - raised where the items go
+            where = f"Raised in the process (pid {os.getpid()}) of a {type(self.dataset).__name__}"
+            end = _End(capture(error, where))
+        with contextlib.suppress(_Unwanted):
+            _put(items, end)
 
 
 def _next(items: Queue, process: Any) -> Any:

@@ -44,10 +44,10 @@ def attribute_of(one: Any, name: str) -> Any:
 
 
 def length_of(one: Any) -> int | None:
-    """The length of a loader or a dataset; None if it has none."""
+    """The length of a loader or a dataset; None if it has none, or does not know it yet."""
     try:
         return len(one)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001 - of the program's own __len__
         return None
 
 

@@ -80,7 +80,7 @@ class AttachedLoader:
         """The serving loader's state after the batches that this reader's ``next()`` has returned.
 
         It is what a program gets that iterates over the loader itself, and can be loaded there. The server
-        answers between two batches.
+        answers between two batches. Right after an exception, it begins with the batch that raised.
 
         Args:
             taken: The place after so many of the batches that were returned since ``iter()``.
@@ -154,13 +154,14 @@ class AttachedLoader:
 
 
 class AttachedIterator:
-    """One pass over an `AttachedLoader`; leaves the epoch when it dies."""
+    """One pass over an `AttachedLoader`; leaves the epoch when it dies. Threads may share it."""
 
     def __init__(self, loader: AttachedLoader, link: Link, lock: threading.RLock) -> None:
         self._loader, self._link, self._lock = loader, link, lock
         self._first = -1  # batches of the epoch before this reader's first, once it has begun
         self._taken = 0
-        self._made: list[Any] = []  # the batch that is about to be returned
+        self._raised: list[int] = []  # which of these were exceptions, counted from 1
+        self._made: dict[int, Any] = {}  # the batches that are about to be returned, by thread
         self._ended: Exception | None = None
 
     def __iter__(self) -> Self:
@@ -170,23 +171,27 @@ class AttachedIterator:
         """The batches of the epoch up to the one returned last, or the ``taken``-th; -1 outside it."""
         if self._first < 0 or self._ended is not None:
             return -1
-        return self._first + (self._taken if taken is None else taken)
+        if taken is None:
+            return self._first + self._taken - len(self._made)
+        for raised in self._raised:
+            taken += raised <= taken
+        return self._first + taken
 
     def end(self, why: Exception) -> None:
         """Give no more batches."""
         self._ended = self._ended or why
 
     def __next__(self) -> Any:
+        thread = threading.get_ident()
         with self._lock:
-            if not self._made:
-                self._make()
-        # No call from here on: an interrupt comes before, and the next call returns the batch.
-        (batch,) = self._made
-        self._made = []
-        self._taken += 1
+            if thread not in self._made:
+                self._make(thread)
+        # No call from here on: an interrupt comes before, and the thread's next call returns the batch.
+        batch = self._made[thread]
+        del self._made[thread]
         return batch
 
-    def _make(self) -> None:
+    def _make(self, thread: int) -> None:
         link = self._link
         if self._ended is not None:
             raise copy.copy(self._ended)  # the traceback of one that is kept would refer to this object
@@ -200,12 +205,14 @@ class AttachedIterator:
             link.leave()
             raise StopIteration
         try:
-            self._made = [self._loader.deliver(link.read(stored), waited_ns)]
-        except MemoryError:  # the next call tries again, unless it was sent as the batch
-            self._taken += bool(stored.flags & records.RAISES)
-            raise
-        except Exception:
-            self._taken += 1  # what came in the batch's place
+            self._made[thread] = self._loader.deliver(link.read(stored), waited_ns)
+            self._taken += 1  # without a call between
+        except Exception as error:  # what came in the batch's place
+            if stored.flags & records.RAISES or not isinstance(
+                error, MemoryError
+            ):  # which can be tried again
+                self._taken += 1
+                self._raised.append(self._taken)
             raise
 
     def __del__(self) -> None:

@@ -7,6 +7,7 @@ Roster: who may have how many  ◀── NEXT, ASK, LEAVE ────┘ maps t
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import os
@@ -16,13 +17,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shmloader.errors import LoaderError, NotReady, ResumeError
+from shmloader.errors import LoaderError, ResumeError
 from shmloader.indices.samplers import length_of
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
 from shmloader.serving.records import Stored
 from shmloader.serving.roster import Policy, Roster
 from shmloader.serving.source import Item, Source
+from shmloader.slots import RETAINED_SLOTS
 from shmloader.store.host_server import FULL, RETRY_S
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class Server:
         self._poller = select.poll()
         self._poller.register(listener, select.POLLIN)
         self._seq = 0  # things that were stored for readers
+        # Which of the epoch's things were exceptions in place of a batch: the loader's states count none.
+        self._raised: list[int] = []
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
 
     def run(self, epochs: int | None) -> None:
@@ -204,7 +208,7 @@ class Server:
                 "this process has no place in the epoch that other readers are in: ask for its state in an "
                 "epoch that it takes part in"
             )
-        return self._source.state(None if taken < 0 else taken)
+        return self._source.state(None if taken < 0 else taken - bisect.bisect(self._raised, taken))
 
     def _load(self, packed: bytes) -> None:
         if self._roster.running:
@@ -232,6 +236,7 @@ class Server:
                 self._send(reader, self._hold(item, [reader], records.ANSWER, reader.request))
             return
         self._loaded = None
+        self._raised.clear()
         self._roster.begin_epoch()
         for reader in readers:
             self._tell_of_epoch(reader)
@@ -241,10 +246,10 @@ class Server:
         self._send(reader, message, self._source.epoch_fds)
 
     def _make_batch(self) -> None:
+        returned = self._source.returned
         try:
-            try:
-                item = self._source.next(waits=False)
-            except NotReady:
+            item = self._source.next_if_here()
+            if item is None:
                 self._flush()
                 item = self._source.next()
         except StopIteration:
@@ -253,8 +258,12 @@ class Server:
             return
         except Exception as error:  # noqa: BLE001 - in the batch's place, for every reader
             item = self._source.store_error(error, self._where)
+            if self._source.returned == returned:
+                self._raised.append(self._roster.made + 1)
         held = set[int]().union(*(connection.held for connection in self._connections.values()))
-        room = min(self._roster.window + 2 * len(self._roster), MOST_WINDOW) + _KEPT
+        window, count = self._roster.window, len(self._roster)
+        # A window of what they copy is held too, and an answer for each; a table of slots leases no more.
+        room = min(min(window + 2 * count, MOST_WINDOW) + _KEPT, RETAINED_SLOTS - window - count)
         flags = records.COPY if len(held) >= room else 0
         readers = list(self._roster.active)
         message = self._hold(item, readers, flags, self._roster.add_batch())

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 from shmloader.codec import Encoder
 from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.errors import LoaderClosed, NotReady, ResumeError, SharedMemoryExhausted
+from shmloader.errors import LoaderClosed, ResumeError, SharedMemoryExhausted
 from shmloader.failures.exceptions import capture
 from shmloader.iterator import SlotIterator
 from shmloader.memory import Segment
 from shmloader.memory.limits import memory_headroom
 from shmloader.serving.records import IN_OWN, RAISES
 from shmloader.slots import ByteArray, Place, PlaceState, PlaceTable
+from shmloader.without_waiting import NOT_HERE
 
 
 class Item(NamedTuple):
@@ -35,6 +36,7 @@ class Source:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._iterator: Any = None
+        self.returned = 0  # batches that it has returned in this epoch
         nbytes = memory_headroom().available_nbytes // 2
         self._own = PlaceTable(Segment(), 1, nbytes, follows_host=True)
         self.fd = self._own.segment.fileno()
@@ -55,23 +57,27 @@ class Source:
         if epoch is not None:
             self.loader.set_epoch(epoch)
         self._iterator = None  # without persistent workers, the last one's end here
-        self._iterator = iter(self.loader)
+        self._iterator, self.returned = iter(self.loader), 0
 
     def leave(self) -> None:
         """Leave the epoch: its workers end, unless they are persistent."""
         self._iterator = None
 
-    def next(self, *, waits: bool = True) -> Item:
-        """The next batch; raises what ``next()`` of the loader's iterator raises.
+    def next(self) -> Item:
+        """The next batch; raises what ``next()`` of the loader's iterator raises."""
+        return self._item_of(next(self._iterator))
 
-        Without ``waits`` it raises `NotReady` if that is not here.
-        """
+    def next_if_here(self) -> Item | None:
+        """The next batch if it needs no wait."""
         iterator = self._iterator
+        batch = iterator.next_if_here() if isinstance(iterator, SlotIterator) else NOT_HERE
+        return None if batch is NOT_HERE else self._item_of(batch)
+
+    def _item_of(self, batch: Any) -> Item:
+        iterator = self._iterator
+        self.returned += 1
         if not isinstance(iterator, SlotIterator):
-            if not waits:
-                raise NotReady
-            return self.store(next(iterator))
-        batch = next(iterator) if waits else iterator.try_next()
+            return self.store(batch)
         place = iterator.table.taken
         anchor = None if place is None or place.lease is None else place.lease()
         # A batch without views has let its slot go, and one that was spilled never had it.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from shmloader.errors import ArchiveError
+from shmloader.failures.bad_samples import is_a_samples_fault
 
 Decoder = Callable[[bytes], Any]
 
@@ -77,6 +78,8 @@ class Members:
         except ImportError:
             raise
         except Exception as error:
+            if not is_a_samples_fault(error):  # `on_error` would leave the sample out
+                raise
             raise ArchiveError(
                 f"{archive}, offset {offset:,}: {key}.{extension} of {len(data):,} bytes cannot be decoded "
                 f"({type(error).__name__}: {error!s:.300})"

@@ -90,6 +90,10 @@ def test_items_come_in_order_from_another_process_and_len_is_known(start_method:
     assert dataset.dataset.calls == 1
 
 
+def test_a_dataset_may_give_nothing() -> None:
+    assert list(DataLoader(OwnProcess(Numbers(0)), batch_size=None)) == []
+
+
 def test_random_numbers_differ_from_epoch_to_epoch_and_come_again_with_the_seed() -> None:
     class Draws(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:

@@ -518,3 +518,73 @@ def test_the_programs_of_the_page(heading: str, tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert [line for line in lines if line != "alive"] == ["28.0", "92.0", "156.0", "220.0"]
     assert lines.count("alive") >= (5 if heading == "asyncio" else 0)
+
+
+# --- exceptions of the program's code that mean something to whoever waits
+
+
+class Nested(Dataset[int]):
+    """Sample 7 raises what a loader of its own does, or another exception."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        if index == 7 and self.error is not NotReady:
+            raise self.error("of sample 7")
+        if index == 7:
+            held = Held(12)
+            with loader_of(held, num_workers=1, worker_type="thread") as inner:
+                try:
+                    iter(inner).try_next()
+                finally:
+                    held.released.set()
+        return index
+
+
+class Asking(Nested):
+    """A sampler that does so."""
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(12))
+
+
+WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "thread"}]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("error", [NotReady, StopAsyncIteration])
+def test_a_samples_exception_is_not_taken_for_the_iterators_own(
+    error: type[Exception], options: dict[str, Any]
+) -> None:
+    async def run() -> list[Any]:
+        batches, found = aiter(loader_of(Nested(error), batch_size=1, **options)), list[Any]()
+        while True:
+            try:
+                found.append((await anext(batches)).item())
+            except StopAsyncIteration:
+                return found
+            except shmloader.LoaderError as raised:
+                found.append(raised if type(raised) is error else raised.__cause__)
+
+    found = asyncio.run(run())
+    assert type(found.pop(7)) is error
+    assert found == [*range(7), *range(8, 12)]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize(
+    "code", [{"dataset": Nested(NotReady)}, {"dataset": range(12), "sampler": Asking(NotReady)}]
+)
+def test_try_next_raises_a_not_ready_of_the_programs_code_as_another_error(
+    code: dict[str, Any], options: dict[str, Any]
+) -> None:
+    iterator = iter(loader_of(batch_size=1, **code, **options))
+    with pytest.raises(shmloader.LoaderError, match="wait there with next") as raised:
+        while True:
+            with contextlib.suppress(NotReady):
+                iterator.try_next()
+    assert type(raised.value.__cause__) is NotReady

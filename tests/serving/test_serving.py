@@ -9,7 +9,9 @@ import os
 import pickle
 import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -478,3 +480,83 @@ def test_a_forked_child_does_not_keep_a_name() -> None:
     child.kill()
     child.join()
     child.close()
+
+
+class Chained(Numbers):
+    """Sample 5 raises an exception that has a context, after a moment."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(16)
+        self._error = error
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 5:
+            time.sleep(0.3)
+            error = self._error("of sample 5")
+            error.__context__ = KeyError("its context")
+            raise error
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", [ValueError, shmloader.NotReady])
+def test_an_exception_is_the_samples_alone(error: type[Exception], workers: int) -> None:
+    """Also one that the server could take for its own."""
+    make = functools.partial(numbers, workers, Chained(error), shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as loader:
+        iterator = iter(loader)
+        assert next(iterator)["index"].tolist() == [0, 1, 2, 3]
+        with pytest.raises(error, match="of sample 5") as raised:
+            next(iterator)
+        assert type(raised.value.__context__) is KeyError
+        assert [batch["index"][0].item() for batch in iterator] == [8, 12]
+
+
+class NotCounted(torch.utils.data.IterableDataset[int]):
+    """As wrappers of loaders are, that have a length once they are iterated over."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        raise self._error("no length yet")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_a_length_that_raises_is_none(error: type[Exception]) -> None:
+    loader = shmloader.DataLoader(NotCounted(error), batch_size=4)
+    with served_by_thread(loader, readers=1) as name, shmloader.attach(name) as reader:
+        with pytest.raises(TypeError, match="has no length"):
+            len(reader)
+        assert sum(len(batch) for batch in reader) == 8
+        assert reader.state_dict() == loader.state_dict()
+
+
+def test_threads_of_a_reader_get_each_batch_once() -> None:
+    make = functools.partial(numbers, 0, Numbers(3000, 1), batch_size=1, shuffle=False)
+    with served(make, readers=1, window=32) as (name, _), shmloader.attach(name) as loader:
+        iterator, found = iter(loader), list[int]()
+
+        def take() -> None:
+            found.extend(batch["index"].item() for batch in iterator)
+
+        threads = [threading.Thread(target=take) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == list(range(3000))
+
+
+def test_all_is_kept_with_the_largest_window() -> None:
+    """The server has a window of batches ready while the reader holds as many as it may."""
+    make = functools.partial(numbers, 0, Numbers(200, 1), batch_size=1, shuffle=False)
+    with served(make, readers=1, window=32) as (name, _), shmloader.attach(name) as loader:
+        kept = []
+        for batch in loader:
+            kept.append(batch)
+            time.sleep(0.005)
+        assert [batch["index"].item() for batch in kept] == list(range(200))

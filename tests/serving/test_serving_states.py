@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import pytest
-from serving_programs import Numbers, numbers, plain, served, served_by_thread, wait_until
+from serving_programs import Numbers, Raising, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
 
@@ -26,6 +26,26 @@ def test_states_are_those_of_a_program_that_loads_by_itself(workers: int) -> Non
                 assert plain(mine) == plain(batch)
                 assert reader.state_dict() == own.state_dict()
             assert reader.state_dict() == own.state_dict()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_exceptions_are_no_batches_that_a_state_counts(workers: int) -> None:
+    make = functools.partial(numbers, workers, Raising(), shuffle=False)
+    own = make()
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as reader:
+        mine, batches, states = iter(own), iter(reader), list[Any]()
+        for number in range(6):
+            if number == 1:
+                with pytest.raises(ValueError, match="sample 5"):
+                    next(mine)
+                with pytest.raises(ValueError, match="sample 5"):
+                    next(batches)
+                assert reader.state_dict()["batches"] == 1  # it is tried again
+            else:
+                assert plain(next(mine)) == plain(next(batches))
+                states.append(reader.state_dict())
+                assert states[-1] == own.state_dict()
+        assert [reader.state_dict(taken=taken)["batches"] for taken in range(1, 6)] == [1, 3, 4, 5, 6]
 
 
 def test_a_run_goes_on_from_a_readers_state() -> None:

@@ -248,6 +248,15 @@ def test_a_member_that_cannot_be_decoded_is_named_and_may_be_skipped(tmp_path: P
         assert [one["__key__"] for batch in loader for one in batch] == ["b"]
 
 
+def test_a_decoder_that_lacks_memory_makes_no_bad_sample(tmp_path: Path) -> None:
+    def decode(data: bytes) -> None:
+        raise MemoryError(f"for {len(data)} bytes")
+
+    dataset = TarDataset(write(tmp_path / "one.tar", members_of(3)), decoders={"cls": decode})
+    with pytest.raises(MemoryError, match="for 2 bytes"):
+        next(iter(DataLoader(dataset, 2, on_error="skip", collate_fn=identity)))
+
+
 def test_an_empty_archive_has_no_samples(tmp_path: Path) -> None:
     assert len(TarDataset(write(tmp_path / "one.tar", []))) == 0
     with pytest.raises(ValueError, match="at least one archive"):
