@@ -52,7 +52,17 @@ class NotSharedWarning(UserWarning):
 
 
 class NotReady(LoaderError, BlockingIOError):
-    """The next batch is not here yet; raised by ``try_next()`` of an iterator, which does not wait for it."""
+    """The next batch is not here yet; raised by ``try_next()`` of an iterator, which does not wait for it.
+
+    Attributes:
+        raised_by: The part of an iterator that has raised it; None after it was sent to another process.
+    """
+
+    __slots__ = ("raised_by",)  # a pickle leaves it out
+
+    def __init__(self, message: str = "", raised_by: object = None) -> None:
+        super().__init__(message)
+        self.raised_by = raised_by
 
 
 class SharedMemoryExhausted(LoaderError, MemoryError):

@@ -21,6 +21,7 @@ PANDAS: _Names = {
     "pandas.api.extensions": ("ExtensionArray",),
     "pandas.core.indexes.base": ("Index",),
 }
+_POLARS: _Names = {"polars": ("DataFrame", "Series")}
 _HUGGING_FACE: _Names = {
     "datasets.arrow_dataset": ("DatasetInfoMixin",),  # the base of Dataset and IterableDataset
     "datasets.dataset_dict": ("DatasetDict", "IterableDatasetDict"),
@@ -46,6 +47,8 @@ is_pandas = functools.partial(_is_one, names=PANDAS_ROWS)
 """Whether a value is a pandas Series or DataFrame."""
 is_pandas_part = functools.partial(_is_one, names=PANDAS)
 """Whether a value is a pandas object of any kind, an index or an array too."""
+is_polars = functools.partial(_is_one, names=_POLARS)
+"""Whether a value is a polars frame or series."""
 is_hugging_face = functools.partial(_is_one, names=_HUGGING_FACE)
 """Whether a value is a dataset of Hugging Face's ``datasets``."""
 

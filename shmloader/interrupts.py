@@ -108,7 +108,7 @@ class Lifecycle:
             Occupied: If another thread is inside and the call does not wait.
         """
         if not self._lock.acquire(waits):
-            raise Occupied("another thread is inside next() of this iterator, and takes the next batch")
+            raise Occupied("another thread is inside next() of this iterator, and takes its next batch", self)
         if self.phase is IDLE or self._has_last_call_ended():
             self.phase = RUNNING
             return True

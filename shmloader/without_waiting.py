@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
@@ -61,11 +60,8 @@ class WithoutWaiting:
             raise
 
     def _is_own(self, error: NotReady) -> bool:
-        """Whether this iterator says so, and not a nested one in the program's code: by who has raised it."""
-        lifecycle = getattr(self, "_lifecycle", None)  # without workers there is none, and no wait
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        names = frame.f_locals
-        return lifecycle is not None and names.get("lifecycle", names.get("self")) is lifecycle
+        """Whether this iterator says so, and not a nested one in the program's code."""
+        return error.raised_by is not None and error.raised_by is getattr(self, "_lifecycle", None)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         """The further batches for ``async for``; see `DataLoader.__aiter__`."""

@@ -197,9 +197,8 @@ class Exchange:
                 LoaderClosed("the loader was closed by another thread while this one waited for a batch")
             )
         if not (ready or waits or self._is_overdue()):
-            raise lifecycle.expect(
-                NotReady("the next batch is not here yet. Wait until the iterator's fileno() is readable")
-            )
+            why = "the next batch is not here yet. Wait until the iterator's fileno() is readable"
+            raise lifecycle.expect(NotReady(why, lifecycle))
         self._nothing_since_s = None
         if not ready:
             self._recover(self._recovery.silent_worker(due_from), self._timeout_s)

@@ -208,9 +208,8 @@ class AttachedIterator:
             self._made[thread] = self._loader.deliver(link.read(stored), waited_ns)
             self._taken += 1  # without a call between
         except Exception as error:  # what came in the batch's place
-            if stored.flags & records.RAISES or not isinstance(
-                error, MemoryError
-            ):  # which can be tried again
+            can_be_tried_again = isinstance(error, MemoryError) and not stored.flags & records.RAISES
+            if not can_be_tried_again:
                 self._taken += 1
                 self._raised.append(self._taken)
             raise

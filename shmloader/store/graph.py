@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from shmloader.codec.array_kinds import kind_of_tensor
-from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_table_in_memory
+from shmloader.foreign import is_arrow, is_hugging_face, is_pandas_part, is_polars, is_table_in_memory
 from shmloader.store import objects, static
 from shmloader.store.handles import MappedFiles, is_shared
 from shmloader.store.static import is_a
 
 _WHY_NOT = "its class is none that can be shared: keep its data in plain arrays or lists"
+_WHY_NOT_POLARS = "polars keeps its memory to itself: keep the to_arrow() of it, which is shared"
 _MOST_LABELS = 16  # of a path that is shown
 _SURE = {id(kind) for kind in (str, int, float, bool, bytes, type(None))}  # a metaclass may define ==
 _MOST_NODES = 500_000
@@ -145,6 +146,8 @@ class Graph:
         elif is_arrow(value) or is_pandas_part(value) or is_table_in_memory(value):
             if objects.estimate_nbytes(value) >= objects.LEAST_NBYTES:
                 node.share_as("foreign")
+        elif is_polars(value):
+            self.leave(node, _WHY_NOT_POLARS, int(value.estimated_size()))
         elif is_a(value, np.ndarray):
             if not is_shared(np.ndarray.view(value, np.ndarray), self._files):
                 self.leave(node, _WHY_NOT)

@@ -32,6 +32,7 @@ from shmloader.foreign import (
     is_hugging_face,
     is_pandas,
     is_pandas_part,
+    is_polars,
     is_table_in_memory,
     loaded_classes,
 )
@@ -203,7 +204,7 @@ def is_open(value: Any) -> bool:
     closed = is_a(value, _CLOSED) or is_store(value)
     if closed and not is_a(value, torch.utils.data.Dataset):
         return False
-    if is_pandas_part(value) or is_hugging_face(value):
+    if is_pandas_part(value) or is_hugging_face(value) or is_polars(value):
         return False
     return _is_all_python(type(value))
 
@@ -239,6 +240,8 @@ def how_to_share(value: Any) -> str:
         return "A range takes no memory, however long it is: leave it as it is, or share list(range(...))"
     if isinstance(value, type) or callable(value):
         return "Share what calling it returns"
+    if is_polars(value):
+        return "Share the to_arrow() of it"
     if hasattr(value, "__iter__"):
         return "If iterating over it gives the rows, share iter(data)"
     return ""

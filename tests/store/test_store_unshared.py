@@ -300,3 +300,13 @@ def test_growth_around_a_lazily_opened_store_has_no_owner_to_be_named(tmp_path: 
     assert "No owner" in said(Dataset([]), read, workers=2)
     lazy = shmloader.open(tmp_path / "rows.parquet", lazy=True)
     assert said(Dataset([], rows=lazy), read, workers=2) == ""
+
+
+def test_polars_frames_are_named_with_the_way_round() -> None:
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame({"label": np.arange(1 << 20)})
+    with pytest.warns(NotSharedWarning, match=r"frame, a DataFrame of .* keep the to_arrow\(\) of it"):
+        share(Dataset([], frame=frame))
+    with pytest.raises(TypeError, match=r"not Series. Share the to_arrow\(\) of it"):
+        share(frame["label"])
+    assert share(frame.to_arrow())[5] == {"label": 5}
