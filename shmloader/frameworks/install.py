@@ -98,7 +98,7 @@ def _check_defaults(options: dict[str, Any]) -> None:
             f"install(shard={options['shard']!r}) is not possible: batches would be others than torch's. "
             "Make the loader with shmloader.DataLoader(shard=...)"
         )
-    _check(options, torch.utils.data.Dataset(), True, None)
+    _check(options, torch.utils.data.Dataset(), 1, True, None)
 
 
 def _patch_imported() -> None:
@@ -184,17 +184,18 @@ def _why_not(name: str, value: Any, loader: Any) -> str | None:
     """The reason why a loader cannot have the value of an option; None if it can."""
     if value == OWN_DEFAULTS[name]:
         return None
+    count, persistent, context = loader.num_workers, loader.persistent_workers, loader.multiprocessing_context
     try:
-        _check({name: value}, loader.dataset, loader.persistent_workers, loader.multiprocessing_context)
+        _check({name: value}, loader.dataset, count, persistent, context)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _check(options: dict[str, Any], dataset: Any, persistent_workers: bool, context: Any) -> None:
+def _check(options: dict[str, Any], dataset: Any, num_workers: int, persistent: bool, context: Any) -> None:
     given = SimpleNamespace(**{**OWN_DEFAULTS, **options})
     given.dispatch = dispatch_of(given.dispatch, 1)
-    check_arguments(given, dataset, 1, persistent_workers, context)
+    check_arguments(given, dataset, num_workers, persistent, context)
 
 
 def _warn_of_options(loader: Any) -> None:

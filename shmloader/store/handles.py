@@ -311,8 +311,10 @@ class _Reducer:
             reduced = self.by_handle(value, None if popen is None else _files_for(weakref.ref(popen)))
             if reduced is not None:
                 return reduced
-        if self._as_usual is not None:  # torch's, which forgets that a tensor is conjugated or negated
-            return self._as_usual(value.resolve_conj().resolve_neg())
+        if self._as_usual is not None:
+            if isinstance(value, torch.Tensor):  # torch's forgets that a tensor is conjugated or negated
+                value = value.resolve_conj().resolve_neg()
+            return self._as_usual(value)
         # No reducer is told the protocol; multiprocessing takes the default.
         return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
 

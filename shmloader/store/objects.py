@@ -283,7 +283,8 @@ def _nbytes_of(value: Any, seen: set[int], depth: int = 0, arrays: bool = True) 
         return 0
     seen.add(id(value))
     if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        return _TENSOR_NBYTES + (_nbytes_under(value) if arrays and value.layout is torch.strided else 0)
+        has_items = arrays and value.layout is torch.strided and not value.is_nested
+        return _TENSOR_NBYTES + (_nbytes_under(value) if has_items else 0)
     nbytes = static.sizeof(value)
     if not arrays and is_store(value):
         return nbytes

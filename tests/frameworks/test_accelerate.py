@@ -226,6 +226,13 @@ def test_a_loader_has_no_state_unless_the_program_asks() -> None:
         prepared.base_dataloader.close()
 
 
+def test_loaders_without_workers_are_prepared_where_installed_options_are_of_workers() -> None:
+    shmloader.install(worker_restarts=1)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4)
+    expected = values(loader)
+    assert values(accelerator(use_stateful_dataloader=True).prepare(loader)) == expected
+
+
 def test_states_that_are_wanted_and_cannot_be_had_are_errors() -> None:
     shmloader.install()
     rows = accelerator(use_stateful_dataloader=True).prepare(

@@ -245,6 +245,15 @@ def test_a_loader_that_cannot_have_an_option_loads_without_it() -> None:
     assert (other.worker_restarts, other.prefetch_epochs) == (1, True)
 
 
+def test_a_loader_without_workers_has_no_options_of_workers() -> None:
+    """Frameworks build loaders again with the options that a loader shows."""
+    shmloader.install(worker_restarts=1, worker_max_nbytes=1 << 40, on_error="skip")
+    loader = make(num_workers=0)
+    assert (loader.worker_restarts, loader.worker_max_nbytes, loader.on_error) == (0, None, "skip")
+    shown = {name: getattr(loader, name) for name in OWN_DEFAULTS}
+    assert len(list(make(shmloader.DataLoader, num_workers=0, **shown))) == len(loader)
+
+
 def test_every_option_of_the_loader_is_known() -> None:
     ours, torchs = (
         inspect.signature(kind.__init__).parameters for kind in (shmloader.DataLoader, DataLoader)

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import shmloader.store.memory  # noqa: F401 - it registers the reducers
 from shmloader import DataLoader, LoaderError, WorkerDied
+from shmloader.store import handles
 
 ROWS, COLUMNS = 50, 1 << 17  # 50 MB of int64
 NBYTES = ROWS * COLUMNS * 8
@@ -205,3 +206,12 @@ def test_arrays_elsewhere_are_sent_by_the_default_protocol(
     got = pickle.loads(ForkingPickler.dumps(array, protocol))
     assert got.tolist() == array.tolist()
     assert got.dtype.str == pickle.loads(pickle.dumps(array, protocol)).dtype.str
+
+
+def test_a_reducer_that_another_library_has_registered_still_sends_what_has_no_handle() -> None:
+    class Own(np.ndarray[Any, Any]):
+        """Stands for the class that the library has registered."""
+
+    ForkingPickler.register(Own, lambda array: (list, (array.tolist(),)))
+    handles.register(Own, handles.reduce_array)
+    assert pickle.loads(ForkingPickler.dumps(np.arange(3).view(Own))) == [0, 1, 2]

@@ -104,6 +104,13 @@ def test_arrays_stay_arrays_and_read_only() -> None:
         share(Images()).samples[0] = None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_stays_as_it_is() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(1 << 20), torch.zeros(3)])
+    with pytest.warns(NotSharedWarning, match="only dense tensors"):
+        assert share(Holder(tensor=nested)).tensor is nested
+
+
 def test_a_tensor_dataset_holds_tensors_over_shared_memory() -> None:
     original = TensorDataset(torch.randn(ROWS, 16), torch.arange(ROWS))
     shared = share(original)
