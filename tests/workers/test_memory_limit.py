@@ -61,7 +61,7 @@ def test_memory_is_constant_and_nothing_else_differs() -> None:
     assert leaked_nbytes > 2 * LIMIT_NBYTES
     renewed = statistics.workers_renewed
     assert renewed >= 2 * (leaked_nbytes // LIMIT_NBYTES) - 2
-    assert len(pids) == 2 + renewed
+    assert renewed <= len(pids) <= 2 + renewed  # each of the last two may have come for no batch
     assert most_nbytes < LIMIT_NBYTES + 30 * leak_nbytes, f"{most_nbytes:,} bytes"
     assert statistics.worker_restarts == 0
     assert "workers replaced for their memory" in str(statistics)
