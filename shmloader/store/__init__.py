@@ -146,7 +146,7 @@ def share(data: Any, *, copy: bool = False) -> Any:
 
 
 def unshare(data: Any) -> Any:
-    """Undo sharing: put lists, dicts, sets, arrays, frames of this process in the place of shared ones.
+    """Undo sharing: put lists, dicts, sets, arrays and frames of this process in place of shared ones.
 
     For data that the program is going to change, such as a list that it appends to. Workers that run
     already, and other loaders' workers, keep what they have; a loader with ``share_dataset=True`` that is
