@@ -85,7 +85,7 @@ class ListMethods(Sequence[RowT_co]):
 
         Python's numbers have none: which dtype is wanted of them, nobody tells this method.
         """
-        if not len(self) or not isinstance(self[0], np.ndarray | np.generic | torch.Tensor):
+        if not len(self) or not isinstance(self[0], _WITH_DLPACK):
             raise AttributeError("__dlpack__")
         return self._to_dlpack
 
@@ -159,6 +159,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 _ARRAYS = (np.ndarray, torch.Tensor)
+_WITH_DLPACK = (*_ARRAYS, np.generic)
 
 
 def _equal_arrays(one: Any, other: Any) -> bool:
