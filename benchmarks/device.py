@@ -9,9 +9,11 @@ The parts, all of them by default:
 * guard: pinned batches are copied on a busy side stream without waiting, dropped, and the next one is taken;
   also around graph captures, in this thread and in another one. Every batch is compared on the device.
 * guard-off: the same with slots granted again at once. It has to show wrong batches, or `guard` is no proof.
-* copy: batches of 64 MB with ``device="cuda"``, relative to a plain ``copy_`` of a pinned tensor in a loop.
+* copy: batches of 64, 8 and 1 MB, with ``device="cuda"`` and pinned, second by second, relative to a plain
+  ``copy_`` of a pinned tensor in a loop; page faults of the workers, and memory registered or given back.
 * torch: the same batches, beside torch's loader with ``pin_memory=True``: throughput, and processor time.
-* calls: what the guard asks the driver for each batch: is a graph captured, and an event behind all work.
+* calls: what the guard asks the driver: is a graph captured, and an event behind all work; on an idle device
+  and beside copies.
 * leaves: batches of 500 small tensors, beside torch's; and with one copy for each tensor.
 * resnet: training ResNet-18 on uint8 images: how much longer a step takes than on a batch that is on the
   device.
@@ -42,6 +44,7 @@ import psutil
 import torch
 
 import shmloader
+from benchmarks import device_copies
 from benchmarks.machine import CpuMeter, describe, describe_in_words
 from benchmarks.made_data import Numbers
 from benchmarks.options import NOT_MEASURED, NOT_WRITTEN, finite_number, whole_number
@@ -159,7 +162,7 @@ def wrong_batches(workers: int, batches: int, nbytes: int, *, guarded: bool, cap
 
 def leave_unguarded(table: Any) -> None:
     """Make a table grant its places again as soon as their leases have ended."""
-    table.guard.pass_on = lambda ended: ended
+    table.guard.pass_on = lambda ended, at_once: ended
 
 
 class _Captures:
@@ -245,13 +248,6 @@ def rate_of(batches: Iterable[Any], seconds: float, step: Callable[[Any], object
     return count / took_s, meter.read()[0] / count
 
 
-def plain_copy_rate(nbytes: int, seconds: float) -> float:
-    """Copies per second of one pinned tensor to the device."""
-    source = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
-    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    return rate_of(itertools.repeat(source), seconds, lambda batch: target.copy_(batch, non_blocking=True))[0]
-
-
 def keep(batch: Any) -> None:
     """A step that does nothing: the batch is on the device already."""
 
@@ -307,15 +303,8 @@ def measured(
 
 def copy(arguments: argparse.Namespace) -> Iterator[Figure]:
     """See the module."""
-    nbytes, workers, seconds = 64_000_000, min(arguments.workers, 8), arguments.seconds
-    ours = functools.partial(
-        measured, shmloader.DataLoader, Stamped(nbytes), workers, seconds, keep, device="cuda"
-    )
-    rates = in_turns(3, {"plain": lambda: (plain_copy_rate(nbytes, seconds), 0.0), "ours": ours})
-    plain, found = rates["plain"][0], rates["ours"][0]
-    yield Figure("copy", "plain pinned copy_", plain * nbytes / 1e9, "GB/s")
-    yield Figure("copy", f"device='cuda', {workers} workers", found * nbytes / 1e9, "GB/s")
-    yield Figure("copy", "of a plain copy", 100 * found / plain, "%", found >= 0.95 * plain)
+    for figure in device_copies.copy(arguments, Stamped):
+        yield Figure("copy", *figure)
 
 
 def torchs(arguments: argparse.Namespace) -> Iterator[Figure]:
@@ -350,22 +339,8 @@ def calls(arguments: argparse.Namespace) -> Iterator[Figure]:
     driver = open_driver()
     if not isinstance(driver, CudaDriver):
         raise TypeError(driver)
-    device = torch.cuda.current_device()
-
-    def record() -> None:
-        driver.recycle(driver.record_all(device))
-
-    def took_us(call: Callable[[], object]) -> float:
-        call()
-        began_s, count = time.perf_counter(), 0
-        while time.perf_counter() - began_s < arguments.seconds:
-            call()
-            count += 1
-        return (time.perf_counter() - began_s) / count * 1e6
-
-    driver.captures_open()  # makes the streams of torch's pools, which the event waits for
-    yield Figure("calls", "is a graph captured? (65 streams)", took_us(driver.captures_open), "us")
-    yield Figure("calls", "an event behind all work", took_us(record), "us")
+    for figure in device_copies.calls(driver, arguments.seconds):
+        yield Figure("calls", *figure)
 
 
 def leaves(arguments: argparse.Namespace) -> Iterator[Figure]:
@@ -571,14 +546,15 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # torch sends each tensor as a file
     print(f"{torch.cuda.get_device_name()}\n{describe_in_words(describe())}")
     figures: list[Figure] = []
-    for figure in figures_of(arguments.part or PARTS, arguments):
-        print(report([figure]).splitlines()[-1], flush=True)
-        figures.append(figure)
+    for part in arguments.part or PARTS:
+        for figure in figures_of([part], arguments):
+            print(report([figure]).splitlines()[-1], flush=True)
+            figures.append(figure)
+        rows = [[None if item != item else item for item in one] for one in figures]  # noqa: PLR0124 - JSON has no NaN
+        results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": rows}
+        if arguments.json is not None and not write_json(arguments.json, results):  # after each part
+            return NOT_WRITTEN
     print(report(figures))
-    rows = [[None if part != part else part for part in one] for one in figures]  # noqa: PLR0124 - JSON has no NaN
-    results = {"device": torch.cuda.get_device_name(), "machine": describe(), "figures": rows}
-    if arguments.json is not None and not write_json(arguments.json, results):
-        return NOT_WRITTEN
     return int(any(one.good is False for one in figures))
 
 

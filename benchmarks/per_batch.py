@@ -7,6 +7,9 @@ again under cProfile, which shows where the time in ``next()`` goes (and makes i
 which sees only that process and not its workers. First it measures something that does not depend on a
 loader: how much longer the same Python code takes on this machine if the core has done something else
 meanwhile.
+
+``--device`` loads batches of one large leaf instead, as they are, pinned, and copied to a device whose driver
+does nothing: processor time of ``next()``, and calls of the driver for each batch.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ import torch
 
 import shmloader
 from benchmarks.fresh_process import FreshProcess
-from benchmarks.options import whole_number
+from benchmarks.idle_driver import idle_device
+from benchmarks.made_data import Numbers
+from benchmarks.options import finite_number, whole_number
 
 BATCH_SIZE = 4
 WARM_BATCHES = 200
@@ -140,6 +145,50 @@ def parts(batches: int, case: Case) -> dict[str, float]:
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
+class OneLeaf:
+    """A collate function: one tensor of so many bytes, of which the first is written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        batch: torch.Tensor = shmloader.empty((self.nbytes,), dtype=torch.uint8)
+        batch[0] = 1
+        return batch
+
+
+WAYS: dict[str, dict[str, Any]] = {"plain": {}, "pinned": {"pin_memory": True}, "device=": {"device": "cuda"}}
+
+
+def device_costs(batches: int, nbytes: int, repeats: int) -> dict[str, tuple[float, float]]:
+    """Measure all `WAYS` in turns, each with batches that lie ready.
+
+    Returns:
+        By way, processor time of ``next()`` in µs, and calls of the driver for each batch.
+    """
+    costs_us: dict[str, list[float]] = {way: [] for way in WAYS}
+    calls: dict[str, float] = {}
+    with idle_device() as driver:
+        for _ in range(repeats):
+            for way, options in WAYS.items():
+                dataset = Numbers((WARM_BATCHES + batches + 100) * BATCH_SIZE)
+                collate = OneLeaf(nbytes)
+                with shmloader.DataLoader(
+                    dataset, BATCH_SIZE, num_workers=2, collate_fn=collate, **options
+                ) as loader:
+                    iterator, taken_us = iter(loader), []
+                    for number in range(WARM_BATCHES + batches):
+                        if number == WARM_BATCHES:
+                            before = driver.calls()
+                        began_s = time.thread_time()
+                        next(iterator)
+                        taken_us.append(1e6 * (time.thread_time() - began_s))
+                        time.sleep(0.0005)
+                    calls[way] = (driver.calls() - before) / batches
+                costs_us[way].append(statistics.median(taken_us[WARM_BATCHES:]))
+    return {way: (statistics.median(found), calls[way]) for way, found in costs_us.items()}
+
+
 def python_after_other_work(repeats: int, other_work_s: float) -> float:
     """Median processor time, in µs, of a piece of Python code that runs now and then.
 
@@ -185,7 +234,19 @@ def main() -> None:
     batches = whole_number(LEAST_BATCHES)
     add("--batches", type=batches, default=2000, help="batches that are counted (%(default)s)")
     add("--traced", choices=list(CASES), help=argparse.SUPPRESS)
+    add("--device", action="store_true", help="batches for a device whose driver does nothing")
+    add("--mb", type=finite_number(0.001), default=1.0, help="megabytes of such a batch (%(default)s)")
+    add("--repeats", type=whole_number(1), default=5, help="rounds of such batches (%(default)s)")
     arguments = parser.parse_args()
+    if arguments.device:
+        costs = device_costs(arguments.batches, int(arguments.mb * 1e6), arguments.repeats)
+        for way, (took_us, calls) in costs.items():
+            above_us = took_us - costs["plain"][0]
+            print(
+                f"{way:8} {took_us:6.1f} us of processor time in next(), {above_us:5.1f} us above plain; "
+                f"{calls:.2f} calls of the driver for each batch"
+            )
+        return
     if arguments.traced is not None:
         load(arguments.batches, CASES[arguments.traced], timed=False)
         return

@@ -116,7 +116,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             return None
         from shmloader.exchange.delivery import Delivery
 
-        return Delivery(self._exchange, self._pin_memory, self._pin_memory_device, device)
+        pins = self._pin_memory, self._pin_memory_device
+        return Delivery(self._exchange, *pins, device, self._in_order)
 
     # --- epochs
 
@@ -264,7 +265,6 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self._counters.note_first_batch(made_ns)
             if batch is not LEFT_OUT:
                 if delivery is not None:
-                    delivery.begin_next(in_order=self._in_order)
                     self._end_streams()  # of which it has read
                 self._counters.note_return()
                 if recorder is not None:

@@ -67,6 +67,8 @@ class Segment:
 class Device(Guard):
     """The guard of a device that reads each batch when the user drops it, until the script says otherwise.
 
+    It is asked for two batches together, unless they are needed at once.
+
     Attributes:
         reading: The slots that it reads.
     """
@@ -77,8 +79,10 @@ class Device(Guard):
         self.reading: set[int] = set()
         self._ended: list[Place] = []
 
-    def pass_on(self, ended: Sequence[Place]) -> list[Place]:
+    def pass_on(self, ended: Sequence[Place], *, at_once: bool) -> list[Place]:
         self._ended += ended
+        if not at_once and len(self._ended) < 2:
+            return []
         done = [place for place in self._ended if place.number not in self.reading]
         self._ended = [place for place in self._ended if place not in done]
         return done

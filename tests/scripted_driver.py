@@ -5,10 +5,11 @@ shows as wrong bytes. `violations` notes misuse that a real driver would answer 
 graph or not at all.
 """
 
+import contextlib
 import ctypes
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +73,7 @@ class ScriptedDriver:
         self.waits = 0
         self._free: dict[tuple[int, int], list[Any]] = {}  # device memory, by stream and length
         self._events = 0
+        self._on: int | None = None
 
     # --- the test's side
 
@@ -145,6 +147,20 @@ class ScriptedDriver:
         if self.failed:
             raise DriverError("the devices' work has failed", 700)
 
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        self._check()
+        before, self._on = self._on, device
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def _check_on(self, device: int) -> None:
+        self._check()
+        if self._on != device:
+            self.violations.append(f"a call for device {device} was made on {self._on}")
+
     def active_devices(self) -> list[int]:
         self._check()
         return self.devices
@@ -183,8 +199,10 @@ class ScriptedDriver:
         self.waits += 1
         self.drain()
 
-    def record_all(self, device: int) -> Event:
-        self._check()
+    def record_all(self, device: int) -> Event | None:
+        self._check_on(device)
+        if self.captures_open():
+            return None
         if self.captures:
             self.violations.append("a capture was invalidated by record_all")
             raise DriverError("cuCtxRecordEvent", CAPTURE_UNSUPPORTED)
@@ -195,7 +213,7 @@ class ScriptedDriver:
         return Event(streams, device)
 
     def is_done(self, event: Event) -> bool:
-        self._check()
+        self._check_on(event.device)
         return self._is_behind(event.handle)
 
     def recycle(self, event: Event) -> None:
@@ -220,7 +238,7 @@ class ScriptedDriver:
             self.advance(stream if stream in ready else ready[0])
 
     def record(self, stream: int, device: int) -> Event:
-        self._check()
+        self._check_on(device)
         if stream in self.captures:
             self.violations.append("an event was recorded on a stream that captures")
         assert self.streams[stream].device == device
@@ -228,14 +246,14 @@ class ScriptedDriver:
         return Event({stream: self.streams[stream].queued}, device)
 
     def wait(self, stream: int, event: Event) -> None:
-        self._check()
+        self._check_on(event.device)
         if stream in self.captures:
             self.violations.append("a stream that captures waits for work outside of the graph")
         self.streams[stream].queue.append(Work(after=dict(event.handle)))
         self.streams[stream].queued += 1
 
-    def copy(self, address: int, source: int, nbytes: int, stream: int, device: int) -> None:
-        self._check()
+    def copy(self, address: int, source: int, nbytes: int, stream: int) -> None:
+        self._check_on(self.streams[stream].device)
         self.copied.append(nbytes)
         self.launch(
             stream, lambda: ctypes.memmove(address, source, nbytes) and None, (source, source + nbytes)

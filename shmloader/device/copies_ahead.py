@@ -19,6 +19,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,7 +143,11 @@ class DeviceBatches:
         self.guard = guard
         self._driver = guard.driver
         self._device = device
-        self._side: int | None = None
+        self._side = 0  # the stream of copies, once there is one
+
+    def on(self) -> AbstractContextManager[None]:
+        """For the calls below, and for what they return: see `CudaDriver.on`."""
+        return self._driver.on(self._device)
 
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch out of its leased slot.
@@ -162,12 +167,11 @@ class DeviceBatches:
             return None
         plan: Plan = _known(plan_of, table)
         driver, device = self._driver, self._device
-        if self._side is None:
-            self._side = self.guard.create_stream(device)
+        side = self._side = self._side or self.guard.create_stream(device)
         stream = driver.current_stream(device)
         memories = [driver.allocate(run.space_nbytes, device) for run in plan.runs]
         allocated = driver.record(stream, device)
-        driver.wait(self._side, allocated)
+        driver.wait(side, allocated)
         driver.recycle(allocated)
         address = anchor.ctypes.data
         # The memory too: if the batch is never returned, it must not be used again before the copy is done.
@@ -175,12 +179,12 @@ class DeviceBatches:
         try:
             for run, memory in zip(plan.runs, memories, strict=True):
                 if run.nbytes:
-                    driver.copy(memory.data_ptr(), address + run.begin, run.nbytes, self._side, device)
+                    driver.copy(memory.data_ptr(), address + run.begin, run.nbytes, side)
         except BaseException:
             with contextlib.suppress(DriverError):  # the first error counts
-                self.guard.record_end(held, self._side, device)
+                self.guard.record_end(held, side, device)
             raise
-        self.guard.record_end(held, self._side, device)
+        self.guard.record_end(held, side, device)
         if not plan.kept:
             self.guard.let_go(place)
         kept = anchor if plan.kept else None

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from shmloader.device.captures import counted
+
 _NOT_READY = 600
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 _CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_*
@@ -34,6 +36,7 @@ _QUICK: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), POINTER(c_int)),
+    "cuCtxGetCurrent": (_handle,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_handle,),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
@@ -91,7 +94,7 @@ class CudaDriver:
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
     Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
-    `AttributeError` if it lacks a function.
+    `AttributeError` if it lacks a function. What is called for each batch has to be called inside of `on`.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -100,10 +103,12 @@ class CudaDriver:
         for name, arguments in SIGNATURES.items():
             kind = ctypes.CFUNCTYPE if name in _WAITING else ctypes.PYFUNCTYPE
             self._calls[name] = kind(c_int, *arguments)((name, library))
+        self._captures = counted()
+        self._asked_all = False  # for captures that were begun before those were counted
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
         self._events: dict[int, list[Event]] = {}
-        self._streams: dict[int, list[c_void_p]] = {}
+        self._streams: dict[int, list[int]] = {}
         self._call("cuInit", 0)
         count = c_int()
         self._call("cuDeviceGetCount", byref(count))
@@ -121,13 +126,28 @@ class CudaDriver:
             raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
 
     @contextlib.contextmanager
-    def _on(self, device: int) -> Iterator[c_void_p]:
-        """Make a device's primary context current, and allow calls that a capture elsewhere would forbid."""
-        context, mode = self._context(device), c_int(_RELAXED)
+    def on(self, device: int) -> Iterator[None]:
+        """Have a device's primary context current, for quick calls; torch begins no capture meanwhile.
+
+        While one is open anyway, calls are allowed that it would forbid to other threads.
+        """
+        found, context = c_void_p(), self._context(device)
+        with self._captures.lock:
+            self._call("cuCtxGetCurrent", byref(found))
+            if found.value == context.value and not self._may_be_captured():
+                yield
+            else:
+                with self._relaxed(context):
+                    yield
+
+    @contextlib.contextmanager
+    def _relaxed(self, context: c_void_p) -> Iterator[None]:
+        """Make a context current, and allow calls that a capture elsewhere would forbid."""
+        mode = c_int(_RELAXED)
         self._call("cuCtxPushCurrent_v2", context)
         self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
-            yield context
+            yield
         finally:
             self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
@@ -166,19 +186,71 @@ class CudaDriver:
 
     def register(self, address: int, nbytes: int) -> None:
         """Page-lock memory for all devices."""
-        with self._on(self.home()):
+        with self._relaxed(self._context(self.home())):
             self._call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
 
     def unregister(self, address: int) -> None:
         """Undo `register`; nothing may be reading the memory."""
-        with self._on(self.home()):
+        with self._relaxed(self._context(self.home())):
             self._call("cuMemHostUnregister", address)
 
     def synchronize(self) -> None:
         """Wait until all active devices have done everything that is queued."""
         for device in self.active_devices():
-            with self._on(device):
+            with self._relaxed(self._context(device)):
                 self._call("cuCtxSynchronize")
+
+    def create_stream(self, device: int) -> int:
+        """A new stream that does not wait for others by itself."""
+        stream = c_void_p()
+        with self._relaxed(self._context(device)):
+            self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int, device: int) -> None:
+        """Wait for a stream's work and destroy it."""
+        with self._relaxed(self._context(device)):
+            self._call("cuStreamSynchronize", stream)
+            self._call("cuStreamDestroy_v2", stream)
+
+    # --- captures
+
+    def _may_be_captured(self) -> bool:
+        return self._captures.is_begun() or self._captures.may_be_others()
+
+    def is_capturing(self) -> bool:
+        """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
+        return self._may_be_captured() and is_capturing()
+
+    def captures_open(self) -> bool:
+        """Whether torch captures a graph, or a stream that can be asked does."""
+        if self.is_capturing():
+            return True
+        for device in self.active_devices():
+            with self.on(device):
+                if self._is_captured(device):
+                    return True
+        self._asked_all = True
+        return False
+
+    def _is_captured(self, device: int) -> bool:
+        """Whether a graph is captured, by torch or on a stream of a device that can be asked. Inside `on`.
+
+        There is no call for a whole context. The default stream answers for all blocking streams, whoever
+        made them. If others than torch may capture, the streams of torch's own pools are asked as well.
+        """
+        if self._captures.is_begun():
+            return True
+        status, streams = c_int(), [0]
+        if self._captures.may_be_others() or not self._asked_all:
+            streams = self._streams.get(device) or self._streams.setdefault(device, _streams_of(device))
+        for stream in streams:
+            if self._calls["cuStreamIsCapturing"](stream, byref(status)) or status.value:
+                self._captures.note_other()
+                return True
+        return False
+
+    # --- for each batch, inside `on`
 
     def _new_event(self, device: int) -> Event:
         if spare := self._events.setdefault(device, []):
@@ -187,105 +259,74 @@ class CudaDriver:
         self._call("cuEventCreate", byref(handle), _DISABLE_TIMING)
         return Event(handle, device)
 
-    def record_all(self, device: int) -> Event:
-        """An event after everything that is queued on a device now, on any stream."""
-        with self._on(device) as context:
-            event = self._new_event(device)
-            try:
-                self._call("cuCtxRecordEvent", context, event.handle)
-            except DriverError:
-                self.recycle(event)
+    def record_all(self, device: int) -> Event | None:
+        """An event after everything that is queued on a device now, on any stream.
+
+        None while a graph is captured, since the event would end that.
+        """
+        if self._is_captured(device):
+            return None
+        event = self._new_event(device)
+        try:
+            self._call("cuCtxRecordEvent", self._context(device), event.handle)
+        except DriverError as error:
+            self.recycle(event)
+            if not error.is_of_capture:
                 raise
+            self._captures.note_other()
+            return None
+        return event
+
+    def record(self, stream: int, device: int) -> Event:
+        """An event after everything that is queued on a stream now."""
+        event = self._new_event(device)
+        self._call("cuEventRecord", event.handle, stream)
         return event
 
     def is_done(self, event: Event) -> bool:
         """Whether the work before an event is done. Does not wait."""
-        with self._on(event.device):
-            code = self._calls["cuEventQuery"](event.handle)
-            if code != _NOT_READY and code:
-                self._call("cuEventQuery", event.handle)  # raises
+        code = self._calls["cuEventQuery"](event.handle)
+        if code not in (0, _NOT_READY):
+            self._call("cuEventQuery", event.handle)  # raises
         return bool(code == 0)
 
     def recycle(self, event: Event) -> None:
-        """Give an event back; streams that wait for it keep waiting."""
+        """Give an event back; streams that wait for it keep waiting. Also outside of `on`."""
         self._events[event.device].append(event)
 
-    def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
-        return is_capturing()
+    def wait(self, stream: int, event: Event) -> None:
+        """Make all work that is queued on a stream from now on wait for an event."""
+        self._call("cuStreamWaitEvent", stream, event.handle, 0)
 
-    def captures_open(self) -> bool:
-        """Whether any stream of torch's, or any blocking stream, captures a graph.
-
-        There is no call for a whole context. torch captures on streams of its own pools, so those are asked;
-        the default stream answers for all blocking streams, whoever made them.
-        """
-        if self.is_capturing():
-            return True
-        for device in self.active_devices():
-            status, ask = c_int(), self._calls["cuStreamIsCapturing"]
-            streams = self._streams.get(device)
-            if streams is None:
-                pools = {
-                    torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
-                    for priority in _PRIORITIES
-                    for _ in range(_STREAMS_OF_TORCH)
-                }
-                streams = self._streams[device] = [c_void_p(stream) for stream in (0, *pools)]
-            with self._on(device):
-                for place, stream in enumerate(streams):
-                    if ask(stream, byref(status)) or status.value:
-                        # It may capture again: asked last, it has the least time to begin before an event is
-                        # recorded. A new list, since another thread may be asking.
-                        self._streams[device] = [*streams[:place], *streams[place + 1 :], stream]
-                        return True
-        return False
+    def copy(self, address: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy to a device's memory; ``source`` is read when the stream comes to it."""
+        self._call("cuMemcpyHtoDAsync_v2", address, source, nbytes, stream)
 
     def current_stream(self, device: int) -> int:
         """The calling thread's current stream."""
         return int(torch.cuda.current_stream(device).cuda_stream)
-
-    def create_stream(self, device: int) -> int:
-        """A new stream that does not wait for others by itself."""
-        stream = c_void_p()
-        with self._on(device):
-            self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
-        return stream.value or 0
-
-    def destroy_stream(self, stream: int, device: int) -> None:
-        """Wait for a stream's work and destroy it."""
-        with self._on(device):
-            self._call("cuStreamSynchronize", stream)
-            self._call("cuStreamDestroy_v2", stream)
-
-    def record(self, stream: int, device: int) -> Event:
-        """An event after everything that is queued on a stream now."""
-        with self._on(device):
-            event = self._new_event(device)
-            self._call("cuEventRecord", event.handle, stream)
-        return event
-
-    def wait(self, stream: int, event: Event) -> None:
-        """Make all work that is queued on a stream from now on wait for an event."""
-        with self._on(event.device):
-            self._call("cuStreamWaitEvent", stream, event.handle, 0)
-
-    def copy(self, address: int, source: int, nbytes: int, stream: int, device: int) -> None:
-        """Queue a copy to a device's memory; ``source`` is read when the stream comes to it."""
-        with self._on(device):
-            self._call("cuMemcpyHtoDAsync_v2", address, source, nbytes, stream)
 
     def allocate(self, nbytes: int, device: int) -> torch.Tensor:
         """Uninitialised bytes on a device, of the caching allocator's memory for the current stream.
 
         They are for a batch that may be used outside of the ``inference_mode`` in which it is copied ahead.
         """
-        with self._on(device), torch.inference_mode(False):
+        with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
         """Tell the caching allocator that the current stream uses memory that another one has allocated."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _streams_of(device: int) -> list[int]:
+    """The default stream, and those of torch's own pools, on which torch captures."""
+    pools = {
+        torch.cuda.Stream(device, priority=priority).cuda_stream  # type: ignore[no-untyped-call]
+        for priority in _PRIORITIES
+        for _ in range(_STREAMS_OF_TORCH)
+    }
+    return [0, *pools]
 
 
 def is_capturing() -> bool:

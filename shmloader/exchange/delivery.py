@@ -7,6 +7,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +35,14 @@ class Delivery:
     """
 
     def __init__(
-        self, exchange: Exchange, pin_memory: bool, pin_device: str | None, device: torch.device | None
+        self,
+        exchange: Exchange,
+        pin_memory: bool,
+        pin_device: str | None,
+        device: torch.device | None,
+        in_order: bool,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._in_order = exchange, in_order
         self._table = exchange.table
         self._driver: CudaDriver | None = None
         self._pin_memory = pin_memory  # whether the program has asked for pinned batches
@@ -45,7 +51,7 @@ class Delivery:
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._is_capturing = is_capturing
         self._batches: DeviceBatches | None = None  # only if copies are begun ahead
-        self._taken: dict[int, tuple[ByteArray, bytes, Any]] = {}  # early, by `seq`
+        self._taken: dict[int, tuple[ByteArray, bytes, Callable[[], Any] | None]] = {}  # early, by `seq`
         driver = _driver_for(device)
         if isinstance(driver, str):
             warn_once(
@@ -68,29 +74,40 @@ class Delivery:
         """The error for ``next()`` while `is_captured`."""
         return capture_error(self._device)
 
-    def take(self, place: Place) -> tuple[ByteArray, bytes, Any]:
-        """The memory of a batch that is due, its header, and its copy to the device if one was begun."""
+    def take(self, place: Place) -> tuple[ByteArray, bytes, Callable[[], Any] | None]:
+        """The memory of a batch that is due, its header, and as of `begin` if its copy was begun."""
         taken = self._taken.pop(place.seq, None)
         if taken is None:
             return (*self._table.take(place), None)
         self._table.finish(place.seq)
-        return taken
+        anchor, header, copy = taken
+        return anchor, header, copy and functools.partial(self._finish, copy)
 
     def begin(self, place: Place, flags: int, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
-        """Begin to copy a batch to the device, see `DeviceBatches`; None if it is not copied ahead."""
+        """Begin to copy a batch to the device, see `DeviceBatches`; None if it is not copied ahead.
+
+        Returns a function that returns the batch there, and begins to copy the next one.
+        """
         if self._batches is None or flags & REPORTED:
             return None
-        return self._batches.begin(place, anchor, header)
+        with self._batches.on():
+            copy = self._batches.begin(place, anchor, header)
+        return copy and functools.partial(self._finish, copy)
 
-    def begin_next(self, *, in_order: bool) -> None:
-        """Begin to copy the batch that will be returned next, if it is here."""
+    def _finish(self, copy: Callable[[], Any]) -> Any:
+        assert self._batches is not None
+        with self._batches.on():
+            batch = copy()
+            self._begin_next(self._batches)
+        return batch
+
+    def _begin_next(self, batches: DeviceBatches) -> None:
+        """Begin to copy the batch that will be returned next, if it is here. Inside `on`."""
         table = self._table
-        if self._batches is None:
-            return
         due = table.due()
         if due is not None and due.state is PlaceState.MAKING:
             self._exchange.look_at(due.worker_id)
-        place = table.next_arrived(in_order=in_order)
+        place = table.next_arrived(in_order=self._in_order)
         if place is None or place.seq in self._taken or place.flags & (REPORTED | SPILLED):
             return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
@@ -98,7 +115,7 @@ class Delivery:
                 return
             anchor, header = table.take(place, early=True)
             self._taken[place.seq] = anchor, header, None
-            self._taken[place.seq] = anchor, header, self.begin(place, place.flags, anchor, header)
+            self._taken[place.seq] = anchor, header, batches.begin(place, anchor, header)
 
     def drop(self) -> None:
         """Drop copies that are no longer due, because their epoch was left."""
@@ -120,7 +137,12 @@ class Delivery:
         if (not is_pinned or (self._pin_memory and not is_plain(batch))) and not is_captured():
             self._exchange.counters.add("pin_copies", not is_pinned)
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
-        return batch if self._device is None else to_device(batch, self._device)
+        if self._device is not None:
+            batch = to_device(batch, self._device)
+        if self._batches is not None:
+            with self._batches.on():
+                self._begin_next(self._batches)
+        return batch
 
 
 def _driver_for(device: torch.device | None) -> CudaDriver | str:
@@ -130,7 +152,10 @@ def _driver_for(device: torch.device | None) -> CudaDriver | str:
         return driver
     number = driver.home() if device is None else device.index
     try:
-        driver.recycle(driver.record_all(number))
+        with driver.on(number):
+            event = driver.record_all(number)
     except DriverError as error:
-        return driver if error.is_of_capture else f"no event can be recorded on device {number} ({error})"
+        return f"no event can be recorded on device {number} ({error})"
+    if event is not None:
+        driver.recycle(event)
     return driver

@@ -15,12 +15,12 @@ import torch.utils.data
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn_once
-from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.states import states_are_added, warn_of_one_rank
 from shmloader.indices.epoch_prefetch import DRAW_NOTHING
 from shmloader.indices.samplers import RANKS_SHARE
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
+from shmloader.patches import Patches
 from shmloader.settings import OWN_DEFAULTS, option_in_effect
 
 _MODULE = "accelerate.data_loader"

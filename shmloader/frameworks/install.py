@@ -18,12 +18,12 @@ from shmloader.errors import warn, warn_once
 from shmloader.framework_rebuilds import PreparedFlag
 from shmloader.frameworks.accelerate import patch_accelerate
 from shmloader.frameworks.lightning import forget_states, patch_lightning
-from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.ray import patch_ray
 from shmloader.frameworks.states import state_dict, states_are_added
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
 from shmloader.memory import why_unavailable
+from shmloader.patches import Patches
 from shmloader.settings import OWN_DEFAULTS, check_arguments, dispatch_of, threads_of
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import GET_ITERATOR, WHY_NOT_INSTALLED, never_compiled, unavailable

@@ -14,10 +14,10 @@ from typing import Any
 import torch.utils.data
 
 from shmloader.errors import ResumeError, warn_once
-from shmloader.frameworks.patches import Patches
 from shmloader.frameworks.states import warn_of_one_rank
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
+from shmloader.patches import Patches
 from shmloader.torch_private import GET_ITERATOR
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")

@@ -13,9 +13,9 @@ from typing import Any
 import torch.utils.data
 
 from shmloader.errors import warn_once
-from shmloader.frameworks.patches import Patches
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
+from shmloader.patches import Patches
 from shmloader.resume.readers import Reading
 from shmloader.settings import OWN_DEFAULTS, Settings
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.multiprocessing
 
-from shmloader.frameworks.patches import Patches
+from shmloader.patches import Patches
 from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
 from shmloader.store.originals import is_original

@@ -101,8 +101,9 @@ class SlotMemory:
     # --- free slots
 
     def _discard_cold(self) -> None:
-        """Let only as many slots besides leased ones keep memory as the tasks that may be sent need."""
-        self._discard_while(lambda: len(self._free) + self.tasks > self.window + SPARE_SLOTS)
+        """Let only as many slots besides leased ones keep memory as tasks and the guard need."""
+        most = self.window + SPARE_SLOTS + self.guard.kept_back
+        self._discard_while(lambda: len(self._free) + self.tasks > most)
 
     def _discard_while(self, too_many: Callable[[], bool]) -> None:
         """Take the memory from free slots, the coldest first."""

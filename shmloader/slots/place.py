@@ -145,6 +145,8 @@ class Guard:
 
     active = False
     """Whether the table has to ask; else a place is free as soon as its lease ends."""
+    kept_back = 0
+    """The number of places that it usually keeps back."""
 
     def admits_leases(self) -> bool:
         """Whether batches may be read in their slots now."""
@@ -161,12 +163,15 @@ class Guard:
     def unlock(self, extent: Extent) -> None:
         """Undo `lock` of a mapping that nothing reads."""
 
-    def pass_on(self, ended: Sequence[Place]) -> Sequence[Place]:
-        """Take over places whose leases have ended; returns those that nothing reads any more."""
+    def pass_on(self, ended: Sequence[Place], *, at_once: bool) -> Sequence[Place]:
+        """Take over places whose leases have ended; returns those that nothing reads any more.
+
+        Unless they are needed ``at_once``, the accelerator is asked for several together.
+        """
         return ended
 
-    def drop_copied(self) -> None:
-        """End the leases that are held for copies that are done."""
+    def drop_copied(self, *, at_once: bool) -> None:
+        """End the leases that are held for copies that are done; ``at_once`` as in `pass_on`."""
 
     def close(self) -> None:
         """Give everything back but what extents hold."""

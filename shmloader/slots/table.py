@@ -84,17 +84,15 @@ class PlaceTable(SlotMemory):
 
     # --- who has room
 
-    def can_lease(self, *, waits: bool = True) -> bool:
+    def can_lease(self, *, asks: bool = True, waits: bool = True) -> bool:
         """Whether one more batch may be leased and ``most_tasks`` tasks still find slots.
 
-        It waits a while for an accelerator if there is no room else, unless ``waits`` is False.
+        If there is no room else, it ``asks`` an accelerator for places, and ``waits`` a while for them.
         """
-        if self.is_guarded:
-            self.collect()
-            if not self.guard.admits_leases():
-                return False
-        elif self._released:
-            self.collect()
+        if self._released or self.is_guarded:
+            self.collect(at_once=False)
+        if self.is_guarded and not self.guard.admits_leases():
+            return False
         budget, kept = self.budget, self.kept
         if self.tasks > budget.most_tasks:
             kept += self.tasks - 1 - budget.most_tasks  # places of batches made beyond `most_tasks`
@@ -103,11 +101,18 @@ class PlaceTable(SlotMemory):
             or budget.has_room_for_lease(self.tasks, self.used_nbytes())
         ):
             return True
-        if not (waits and self.is_guarded):
-            return False
-        waited_ns = self.guard.wait(lambda: self.can_lease(waits=False))
-        self.counters.add("wait_for_device_ns", waited_ns)
-        return self.can_lease(waits=False)
+        return asks and self.is_guarded and self._makes_room(waits)
+
+    def _makes_room(self, waits: bool) -> bool:
+        """Whether an accelerator gives back places enough for one more lease."""
+
+        def is_enough() -> bool:
+            self.collect()
+            return self.can_lease(asks=False)
+
+        if not is_enough() and waits:
+            self.counters.add("wait_for_device_ns", self.guard.wait(is_enough))
+        return self.can_lease(asks=False)
 
     def has_room(self) -> bool:
         """Whether one more task may be sent: one of ``most_tasks``, or of a wider window."""
@@ -170,7 +175,7 @@ class PlaceTable(SlotMemory):
         allows it. The worker may grow the slot to its ``limit_nbytes``.
         """
         if self._released or self.is_guarded:
-            self.collect()
+            self.collect(at_once=False)
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
         limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self.tasks, self.used_nbytes())
@@ -327,10 +332,10 @@ class PlaceTable(SlotMemory):
             self.inspection.freed(place, self.map(place))
         (self._free if place.nbytes else self._empty).append(place)
 
-    def collect(self) -> None:
-        """Free the places whose leases have ended and that no accelerator may read."""
+    def collect(self, *, at_once: bool = True) -> None:
+        """Free the places whose leases have ended and that no accelerator may read; see `Guard.pass_on`."""
         if self.is_guarded:
-            self.guard.drop_copied()
+            self.guard.drop_copied(at_once=at_once)
         ended = []
         while self._released:
             try:
@@ -344,7 +349,7 @@ class PlaceTable(SlotMemory):
                 self.kept -= 1
                 self._make_free(place)
         if self.is_guarded:
-            for place in self.guard.pass_on(ended):
+            for place in self.guard.pass_on(ended, at_once=at_once):
                 self.kept -= 1
                 self._make_free(place)
         # Locked slots stay warm: to unlock and lock them again may take until the device is done.

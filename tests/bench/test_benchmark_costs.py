@@ -101,6 +101,16 @@ def test_the_time_of_next_is_told_apart() -> None:
     assert 0 < sum(spent_us.values()) < 100_000
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_device_is_asked_seldom() -> None:
+    """The calls are the driver's own; what it does is left out."""
+    costs = per_batch.device_costs(120, 100_000, 1)
+    calls = {way: called for way, (_, called) in costs.items()}
+    assert calls["plain"] == 0
+    assert 0 < calls["pinned"] <= 2
+    assert 5 <= calls["device="] <= 8  # an event, a wait, a copy, an event, a wait
+
+
 def test_a_collection_in_a_worker_is_measured_where_it_happens() -> None:
     """A collection is expensive only with torch's loader: this one's workers freeze their first objects."""
     seen = collector.measure(1, 200_000)

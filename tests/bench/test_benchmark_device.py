@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from shmloader import DataLoader
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the benchmarks are a package of the checkout, not of the library
 
-from benchmarks import device, scaling  # noqa: E402
+from benchmarks import device, device_copies, scaling  # noqa: E402
+from benchmarks.idle_driver import idle_device  # noqa: E402
 from benchmarks.options import NOT_MEASURED  # noqa: E402
 from benchmarks.resnet import resnet18  # noqa: E402
 
@@ -55,7 +57,24 @@ def test_torchs_batches_are_made_in_memory_that_it_sends_without_a_copy() -> Non
 def test_the_guard_is_really_off() -> None:
     guard = SimpleNamespace()
     device.leave_unguarded(SimpleNamespace(guard=guard))
-    assert guard.pass_on(["a", "b"]) == ["a", "b"]
+    assert guard.pass_on(["a", "b"], at_once=False) == ["a", "b"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("way", device_copies.WAYS)
+def test_batches_are_told_second_by_second(way: str) -> None:
+    waited: list[bool] = []
+    with idle_device():
+        loader = device.make(DataLoader, 1 << 30, device.Stamped(100_000), 1, **device_copies.WAYS[way])
+        found = device_copies.second_by_second(loader, 3, id, lambda: waited.append(True))
+    assert len(found) == len(waited) == 3
+    assert all(second.batches > 0 and second.took_s >= 1 for second in found)
+    assert found[0].faults > 0
+    assert found[0].calls["register"] > 0
+    figures = list(device_copies.lines(found, plain=1e-9))
+    assert [unit for _, _, unit, _ in figures] == ["% of plain"] * 2 + ["per batch"] * 4
+    assert [good for *_, good in figures[:2]] == [True, True]
+    assert [good for *_, good in device_copies.lines(found, plain=1e9)][:2] == [False, False]
 
 
 def test_the_network_is_resnet_18() -> None:

@@ -7,6 +7,7 @@ hands them. So a wrong type, order or width of an argument is found without a de
 import ctypes
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from shmloader.device import driver as drivers
+from shmloader.device.captures import Captures, counted
 from shmloader.device.driver import CudaDriver, DriverError, Event, open_driver
 
 HEADERS = [Path(root) / "include/cuda.h" for root in ("/usr/local/cuda", "/usr")]
@@ -30,6 +32,7 @@ SOURCE = r"""
 char noted[4096];
 int answer;       /* what calls return but for those that cannot fail */
 int capturing;    /* the stream that captures */
+unsigned long long current; /* the thread's context */
 volatile int full; /* the streams take no more work until another thread has set it to 0 */
 static CUresult note(const char *name, unsigned long long a, unsigned long long b, unsigned long long c,
                      unsigned long long d) {
@@ -53,6 +56,8 @@ CUresult CUDAAPI cuDevicePrimaryCtxGetState(CUdevice d, unsigned int *f, int *a)
     { *f = 9; *a = d == 51; return 0; }
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d)
     { *c = (CUcontext)(0x7000000000000ull + d); return 0; }
+CUresult CUDAAPI cuCtxGetCurrent(CUcontext *c)
+    { *c = (CUcontext)current; note("current", 0, 0, 0, 0); return 0; }
 CUresult CUDAAPI cuCtxPushCurrent(CUcontext c) { note("push", N(c), 0, 0, 0); return 0; }
 CUresult CUDAAPI cuCtxPopCurrent(CUcontext *c) { *c = 0; note("pop", 0, 0, 0, 0); return 0; }
 CUresult CUDAAPI cuCtxSynchronize(void) { return note("sync", 0, 0, 0, 0); }
@@ -95,10 +100,20 @@ class Library:
         noted = (ctypes.c_char * 4096).in_dll(self.inside, "noted")
         lines = noted.value.decode().splitlines()
         noted.value = b""
-        return [line for line in lines if line.split()[0] not in {"push", "pop", "mode"}]
+        return [line for line in lines if line.split()[0] not in {"current", "push", "pop", "mode"}]
 
     def answer(self, code: int) -> None:
         ctypes.c_int.in_dll(self.inside, "answer").value = code
+
+    def names(self) -> list[str]:
+        """All calls since the last look, by their first word."""
+        noted = (ctypes.c_char * 4096).in_dll(self.inside, "noted")
+        names = [line.split()[0] for line in noted.value.decode().splitlines()]
+        noted.value = b""
+        return names
+
+    def make_current(self, context: int) -> None:
+        ctypes.c_ulonglong.in_dll(self.inside, "current").value = context
 
     def capture(self, stream: int) -> None:
         ctypes.c_int.in_dll(self.inside, "capturing").value = stream
@@ -120,11 +135,15 @@ def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=31))
+    captures = Captures()
+    monkeypatch.setattr(drivers, "counted", lambda: captures)
     library = Library(compiled)
     library.capture(-1)
     yield library
     library.answer(0)
     library.capture(-1)
+    library.make_current(0)
     library.take()
 
 
@@ -140,15 +159,17 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     assert driver.active_devices() == [1]
     driver.register(BIG, LONG)
     driver.unregister(BIG)
-    driver.copy(BIG + 1, BIG + 2, LONG, BIG + 3, 1)
-    event = driver.record(BIG + 4, 1)
-    driver.wait(BIG + 5, event)
-    assert driver.is_done(event)
+    with driver.on(1):
+        driver.copy(BIG + 1, BIG + 2, LONG, BIG + 3)
+        event = driver.record(BIG + 4, 1)
+        driver.wait(BIG + 5, event)
+        assert driver.is_done(event)
     stream = driver.create_stream(1)
     driver.destroy_stream(stream, 1)
     driver.synchronize()
     driver.recycle(event)
-    assert driver.record_all(1) is event
+    with driver.on(1):
+        assert driver.record_all(1) is event
     handle = 0x6000000000000
     assert library.take() == [
         f"register {BIG:x} {LONG:x} 1 0",
@@ -183,6 +204,22 @@ def test_calls_are_made_in_the_devices_context_and_leave_the_threads_state(
     ]
 
 
+def test_a_context_that_is_current_is_not_made_so_again(library: Library, driver: CudaDriver) -> None:
+    around = [["current", "push", "mode", "record", "mode", "pop"], ["current", "record"]]
+    event = driver._new_event(1)
+    driver.recycle(event)
+    library.take()
+    for context, names in zip((CONTEXT - 1, CONTEXT), around, strict=True):
+        library.make_current(context)
+        with driver.on(1):
+            driver.recycle(driver.record(BIG, 1))
+        assert library.names() == names
+    driver._captures.note_other()
+    with driver.on(1):
+        driver.recycle(driver.record(BIG, 1))
+    assert library.names() == around[0]  # a capture elsewhere may forbid calls to this thread
+
+
 def test_home_is_a_device_in_use(
     library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,15 +240,17 @@ def test_errors_have_the_drivers_name(library: Library, driver: CudaDriver) -> N
     assert not driver.is_done(event)
     library.answer(900)
     with pytest.raises(DriverError) as caught:
-        driver.record_all(1)
-    assert caught.value.is_of_capture
-    with pytest.raises(DriverError):
         driver.is_done(event)
+    assert caught.value.is_of_capture
+    library.answer(700)
+    with pytest.raises(DriverError, match="cuCtxRecordEvent"):
+        driver.record_all(1)
 
 
 def test_captures_are_found_on_streams_of_torch_and_on_the_default_stream(
     library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All are asked once, and from then on if others than torch may capture: a package, or one was met."""
     made = []
 
     class Stream:
@@ -222,7 +261,16 @@ def test_captures_are_found_on_streams_of_torch_and_on_the_default_stream(
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     assert not driver.captures_open()
     assert len(made) == 64
-    for stream in (1000, 931, 0):
+    library.capture(1000)
+    assert not driver.captures_open()  # torch would have counted it
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "cupy", sys)
+        assert driver.captures_open()
+        library.capture(5)
+        assert not driver.captures_open()
+    library.capture(0)
+    assert driver.captures_open()
+    for stream in (1000, 931):
         library.capture(stream)
         assert driver.captures_open()
     library.capture(5)
@@ -232,20 +280,86 @@ def test_captures_are_found_on_streams_of_torch_and_on_the_default_stream(
     assert driver.captures_open()
 
 
-def test_a_stream_that_has_captured_is_asked_last(
-    library: Library, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The event is recorded right after that, which leaves less time for an unseen capture to begin."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=31))
-    assert not driver.captures_open()
-    driver._streams[1] = [ctypes.c_void_p(number) for number in (0, 31, 32, 33)]
+def test_a_capture_from_before_they_were_counted_is_found(library: Library, driver: CudaDriver) -> None:
     library.capture(31)
     assert driver.captures_open()
+    assert driver.captures_open()
     library.capture(-1)
-    asked = []
-    monkeypatch.setitem(driver._calls, "cuStreamIsCapturing", lambda stream, _: asked.append(stream.value))
     assert not driver.captures_open()
-    assert asked == [None, 32, 33, 31]
+
+
+def test_an_event_that_meets_a_capture_is_tried_again_after_it(library: Library, driver: CudaDriver) -> None:
+    """Of a package that nobody knew of: its capture has ended, and from now on all streams are asked."""
+    assert not driver.captures_open()
+    with driver.on(1):
+        library.answer(900)
+        assert driver.record_all(1) is None
+        library.answer(0)
+        library.capture(31)
+        assert driver.record_all(1) is None
+        library.capture(-1)
+        assert driver.record_all(1) is not None
+
+
+class Graph:
+    """As torch's: captures from one method to the other."""
+
+    def capture_begin(self, pool: object = None, *, fails: bool = False) -> str:
+        if fails:
+            raise RuntimeError("no capture")
+        return "begun"
+
+    def capture_end(self) -> None:
+        """End it."""
+
+
+def test_captures_of_torchs_graphs_are_counted(library: Library, driver: CudaDriver) -> None:
+    kind = type("Graph", (Graph,), {})
+    driver._captures.count(kind)
+    assert kind.capture_begin.__doc__ == Graph.capture_begin.__doc__
+    graphs = [kind(), kind()]
+    assert not driver.captures_open()
+    with pytest.raises(RuntimeError, match="no capture"):
+        graphs[0].capture_begin(fails=True)
+    assert not driver.captures_open()
+    assert [graph.capture_begin() for graph in graphs] == ["begun"] * 2
+    library.take()
+    for graph in graphs:
+        assert driver.captures_open()
+        with driver.on(1):
+            assert driver.record_all(1) is None
+        graph.capture_end()
+    assert not driver.captures_open()
+    graphs[0].capture_begin()
+    graphs.clear()
+    del graph
+    assert not driver.captures_open()  # nobody can end it any more
+
+
+def test_torchs_own_graphs_are_counted_once() -> None:
+    assert counted() is counted()
+    assert torch.cuda.CUDAGraph.capture_begin.__wrapped__.__qualname__ == "CUDAGraph.capture_begin"
+    assert not hasattr(torch.cuda.CUDAGraph.capture_begin.__wrapped__, "__wrapped__")
+
+
+def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> None:
+    kind = type("Graph", (Graph,), {})
+    driver._captures.count(kind)
+    graph, order = kind(), list[str]()
+
+    def capture() -> None:
+        graph.capture_begin()
+        order.append("begun")
+
+    with driver.on(1):
+        thread = threading.Thread(target=capture)
+        thread.start()
+        thread.join(0.05)
+        with driver.on(1):  # of a finalizer in this thread
+            assert driver.record_all(1) is not None
+        order.append("recorded")
+    thread.join()
+    assert order == ["recorded", "begun"]
 
 
 def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +370,7 @@ def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch
             "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
         )
 
+    driver._captures.note_other()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
     assert driver.is_capturing()
     assert driver.captures_open()
@@ -272,7 +387,7 @@ CALLS_ON_STREAMS = {
     "record": lambda driver: driver.record(BIG, 1),
     "record_all": lambda driver: driver.record_all(1),
     "wait": lambda driver: driver.wait(BIG, Event(ctypes.c_void_p(1), 1)),
-    "copy": lambda driver: driver.copy(BIG, BIG, 1, BIG, 1),
+    "copy": lambda driver: driver.copy(BIG, BIG, 1, BIG),
     "create_stream": lambda driver: driver.create_stream(1),
     "destroy_stream": lambda driver: driver.destroy_stream(BIG, 1),
 }

@@ -30,7 +30,7 @@ from shmloader.device.driver import DriverError, Event
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
 from shmloader.memory import PAGE_NBYTES, Segment
-from shmloader.slots import PlaceState, PlaceTable
+from shmloader.slots import Place, PlaceState, PlaceTable
 
 UINT8 = CODE_OF_TORCH_DTYPE[torch.uint8]
 NBYTES = 3000
@@ -43,6 +43,18 @@ def _header(leaves: list[Leaf], structure: bytes | None = None) -> bytes:
 
 
 LONE = _header([Leaf(TENSOR, UINT8, 0, (NBYTES,))], LONE_LEAF)
+
+
+def _begin(batches: DeviceBatches, *arguments):
+    with batches.on():
+        return batches.begin(*arguments)
+
+
+def _sent(table: PlaceTable, place: Place, anchor: np.ndarray, header: bytes):
+    """A batch on the device."""
+    batches = DeviceBatches(table.guard, 0)
+    with batches.on():
+        return batches.begin(place, anchor, header)()
 
 
 class DeviceMachine(RuleBasedStateMachine):
@@ -77,7 +89,7 @@ class DeviceMachine(RuleBasedStateMachine):
         np.frombuffer(self.table.map(place).buffer, np.uint8)[:NBYTES] = self.number
         publish(self.table, place, place.nbytes, NBYTES)
         anchor, _ = self.table.take(place)
-        copy = self.batches.begin(place, anchor, LONE)
+        copy = _begin(self.batches, place, anchor, LONE)
         assert (copy is not None) == (place.state is PlaceState.LEASED)
         if copy is not None:
             self.ahead.append((copy, self.number))
@@ -86,7 +98,8 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         copy, number = self.ahead.popleft()
-        self.held.append((copy(), number))
+        with self.batches.on():
+            self.held.append((copy(), number))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99), drop=st.booleans())
@@ -199,9 +212,8 @@ MIXED = (
 
 def test_leaves_come_as_they_are(driver: ScriptedDriver, table: PlaceTable) -> None:
     place, anchor, header = _leaves(table, *MIXED)
-    copy = DeviceBatches(table.guard, 0).begin(place, anchor, header)
+    batch = _sent(table, place, anchor, header)
     del anchor
-    batch = copy()
     driver.drain()
     for found, expected in zip(batch, MIXED, strict=True):
         assert (found.dtype, found.shape, found.stride()) == (
@@ -218,7 +230,7 @@ def test_leaves_come_as_they_are(driver: ScriptedDriver, table: PlaceTable) -> N
 def test_leaves_are_tensors_of_their_own_for_autograd(driver: ScriptedDriver, table: PlaceTable) -> None:
     """Views of one tensor would share its version: writing to one would make the others' gradients fail."""
     place, anchor, header = _leaves(table, torch.ones(4), torch.ones(4))
-    first, second = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
+    first, second = _sent(table, place, anchor, header)
     del anchor
     driver.drain()
     weight = torch.ones(4, requires_grad=True)
@@ -233,7 +245,7 @@ def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, table: Place
     """A program that keeps the labels does not keep the images."""
     images = torch.zeros(copies_ahead.LARGE_NBYTES, dtype=torch.uint8)
     place, anchor, header = _leaves(table, torch.ones(4), images, torch.ones(5), torch.ones(6))
-    batch = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
+    batch = _sent(table, place, anchor, header)
     del anchor
     assert [tensor.untyped_storage().nbytes() for tensor in batch][:2] == [16, images.nbytes]
     assert batch[2].untyped_storage().data_ptr() == batch[3].untyped_storage().data_ptr()
@@ -243,7 +255,7 @@ def test_a_large_leaf_has_memory_of_its_own(driver: ScriptedDriver, table: Place
 
 def test_small_leaves_far_apart_are_copied_apart(driver: ScriptedDriver, table: PlaceTable) -> None:
     place, anchor, header = _leaves(table, torch.ones(4), torch.ones(4), gap=2 * PAGE_NBYTES)
-    DeviceBatches(table.guard, 0).begin(place, anchor, header)
+    _begin(DeviceBatches(table.guard, 0), place, anchor, header)
     del anchor
     assert driver.copied == [16, 16]
 
@@ -260,7 +272,7 @@ def test_plans_of_many_shapes_are_not_kept(driver: ScriptedDriver, table: PlaceT
     plan_of.cache_clear()
     for leaves in (10, 1500):
         place, anchor, header = _leaves(table, *map(torch.ones, range(leaves)))
-        batch = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
+        batch = _sent(table, place, anchor, header)
         del anchor
         driver.drain()
         assert [len(tensor) for tensor in batch] == list(range(leaves))
@@ -270,7 +282,7 @@ def test_plans_of_many_shapes_are_not_kept(driver: ScriptedDriver, table: PlaceT
 def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, table: PlaceTable) -> None:
     """The program may begin copies of them itself."""
     place, anchor, header = _leaves(table, torch.ones(4), torch.arange(4), kinds=(TENSOR, ARRAY))
-    tensor, array = DeviceBatches(table.guard, 0).begin(place, anchor, header)()
+    tensor, array = _sent(table, place, anchor, header)
     del anchor
     assert type(array) is np.ndarray
     driver.drain()
@@ -287,7 +299,7 @@ def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, table: PlaceTable) 
 def test_a_slot_that_was_sent_is_guarded_the_next_time(driver: ScriptedDriver, table: PlaceTable) -> None:
     """One batch needs no guard for its lease; the slot's next one does."""
     place, anchor, header = _leaves(table, torch.ones(4))
-    DeviceBatches(table.guard, 0).begin(place, anchor, header)
+    _begin(DeviceBatches(table.guard, 0), place, anchor, header)
     del anchor
     driver.drain()
     table.collect()
@@ -305,7 +317,7 @@ def test_a_spilled_batch_is_not_sent_and_leaves_the_slot_guarded(
     """Its place holds another batch by now. A copy of memory that is not locked would wait for the device."""
     place, anchor, header = _leaves(table, torch.ones(4))
     private = anchor.copy()
-    assert DeviceBatches(table.guard, 0).begin(place, private, header) is None
+    assert _begin(DeviceBatches(table.guard, 0), place, private, header) is None
     assert driver.copied == []
     assert not table.guard._let_go
 
@@ -313,7 +325,7 @@ def test_a_spilled_batch_is_not_sent_and_leaves_the_slot_guarded(
 def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, table: PlaceTable) -> None:
     driver.refuse = 1
     place, anchor, header = _leaves(table, torch.ones(4))
-    assert DeviceBatches(table.guard, 0).begin(place, anchor, header) is None
+    assert _begin(DeviceBatches(table.guard, 0), place, anchor, header) is None
     assert driver.copied == []
 
 
@@ -330,7 +342,7 @@ def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
 ) -> None:
     """Otherwise the copy would overwrite the program's next tensor."""
     place, anchor, header = _leaves(table, torch.ones(4))
-    DeviceBatches(table.guard, 0).begin(place, anchor, header)
+    _begin(DeviceBatches(table.guard, 0), place, anchor, header)
     del anchor
     _use_memory_meanwhile(driver)
     table.collect()
@@ -350,7 +362,7 @@ def test_memory_is_kept_for_copies_that_an_interrupt_has_left_alone(
     place, anchor, header = _leaves(table, torch.ones(4))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(driver, "copy", interrupted)
-        DeviceBatches(table.guard, 0).begin(place, anchor, header)
+        _begin(DeviceBatches(table.guard, 0), place, anchor, header)
     del anchor
     _use_memory_meanwhile(driver)
     table.collect()
@@ -369,7 +381,7 @@ def test_an_interrupt_counts_more_than_what_fails_after_it(
     place, anchor, header = _leaves(table, torch.ones(4))
     monkeypatch.setattr(driver, "copy", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        DeviceBatches(table.guard, 0).begin(place, anchor, header)
+        _begin(DeviceBatches(table.guard, 0), place, anchor, header)
     driver.failed = False
 
 
@@ -388,7 +400,7 @@ def test_where_no_event_can_be_recorded_nothing_waits_for_one(
     place, anchor, header = _leaves(table, torch.ones(4))
     monkeypatch.setattr(driver, "record", fail_at_the_second)
     with pytest.raises(DriverError):
-        DeviceBatches(table.guard, 0).begin(place, anchor, header)
+        _begin(DeviceBatches(table.guard, 0), place, anchor, header)
     assert not table.guard.is_busy()
 
 
@@ -401,7 +413,7 @@ def test_batches_with_classes_of_their_own_move_themselves(table: PlaceTable) ->
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     header = join_header([pickle.dumps(Point(1, 2))], [])
     place, anchor, _ = _leaves(table, torch.ones(4))
-    assert DeviceBatches(table.guard, 0).begin(place, anchor, header) is None
+    assert _begin(DeviceBatches(table.guard, 0), place, anchor, header) is None
     calls = []
 
     class Own:

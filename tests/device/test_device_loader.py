@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from warm_python import warm_python
 
 from shmloader import DataLoader, empty, errors, torch_private
-from shmloader.device import guard, pinned
+from shmloader.device import DeviceBatches, guard, pinned
 from shmloader.device.driver import DriverError, open_driver
 from shmloader.errors import LoaderError
 from shmloader.exchange import delivery
@@ -348,14 +348,14 @@ def test_the_batch_in_hand_does_not_wait_for_the_next_ones_slot(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[bool] = []
-    begin_next = delivery.Delivery.begin_next
+    begin_next = delivery.Delivery._begin_next
 
-    def while_all_slots_are_guarded(self, **options: bool) -> None:
+    def while_all_slots_are_guarded(self, batches: DeviceBatches) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(PlaceTable, "can_lease", lambda table, *, waits=True: waited.append(waits))
-            begin_next(self, **options)
+            begin_next(self, batches)
 
-    monkeypatch.setattr(delivery.Delivery, "begin_next", while_all_slots_are_guarded)
+    monkeypatch.setattr(delivery.Delivery, "_begin_next", while_all_slots_are_guarded)
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
         assert _train(driver, loader) == BATCHES
     assert waited
@@ -366,17 +366,17 @@ def test_an_error_while_the_next_batch_is_looked_at_does_not_cost_the_batch_in_h
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device's work has failed, perhaps: the program's next call of torch raises it."""
-    begin_next = delivery.Delivery.begin_next
+    begin_next = delivery.Delivery._begin_next
 
     def fail(*_: object) -> bool:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    def with_an_error(self, **options: bool) -> None:
+    def with_an_error(self, batches: DeviceBatches) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(driver, "is_capturing", fail)
-            begin_next(self, **options)
+            begin_next(self, batches)
 
-    monkeypatch.setattr(delivery.Delivery, "begin_next", with_an_error)
+    monkeypatch.setattr(delivery.Delivery, "_begin_next", with_an_error)
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda") as loader:
         assert _train(driver, loader) == BATCHES
 

@@ -178,16 +178,16 @@ class LosesPlaces(PlaceTable):
 class LosesReleases(PlaceTable):
     """The end of a lease is forgotten."""
 
-    def collect(self) -> None:
+    def collect(self, *, at_once: bool = True) -> None:
         self._released.clear()
 
 
 class CountsLeasesTwice(PlaceTable):
     """The bytes of a leased slot are counted once more when its lease ends."""
 
-    def collect(self) -> None:
+    def collect(self, *, at_once: bool = True) -> None:
         self.committed_nbytes += sum(lease.place.nbytes for lease in self._released)
-        super().collect()
+        super().collect(at_once=at_once)
 
     def check(self) -> None:
         """It would find that at once."""

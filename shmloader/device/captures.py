@@ -1,0 +1,75 @@
+"""The captures of CUDA graphs that are open in this process. Any thread may ask.
+
+torch begins and ends a capture in two methods of its graphs, for programs as for its compiler, so that is
+where captures are counted. Those of other packages can only be found by asking all streams, which takes a
+hundred microseconds beside running work.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shmloader.patches import Patches
+
+_OTHERS = ("cupy", "warp")
+"""Packages that may capture on a stream of torch's without torch."""
+
+
+class Captures:
+    """Counts the graphs that torch captures, and tells whether others may be captured."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held while torch begins a capture, and for calls that one must not meet; again by a finalizer."""
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._met = False
+        self._patches = Patches()
+
+    def count(self, kind: Any) -> None:
+        """Count the captures of a class of graphs: two of its methods are replaced."""
+        self._patches.wrap(kind, "capture_begin", self._begin)
+        self._patches.wrap(kind, "capture_end", self._end)
+
+    def _begin(self, begin: Callable[..., Any], graph: Any, *arguments: Any, **options: Any) -> Any:
+        with self.lock:
+            self._open.add(graph)
+            try:
+                return begin(graph, *arguments, **options)
+            except BaseException:
+                self._open.discard(graph)
+                raise
+
+    def _end(self, end: Callable[..., Any], graph: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return end(graph, *arguments, **options)
+        finally:
+            self._open.discard(graph)
+
+    def is_begun(self) -> bool:
+        """Whether torch captures a graph, in any thread."""
+        return len(self._open) > 0
+
+    def note_other(self) -> None:
+        """Note that a capture was found that torch has not begun since this object counts."""
+        self._met = True
+
+    def may_be_others(self) -> bool:
+        """Whether streams have to be asked for captures that are not counted."""
+        return self._met or not sys.modules.keys().isdisjoint(_OTHERS)
+
+
+@functools.cache
+def counted() -> Captures:
+    """The captures of this process, which are counted from the first call on."""
+    captures = Captures()
+    for owner, name in ((torch.cuda, "CUDAGraph"), (torch.accelerator, "Graph")):
+        if hasattr(owner, name):  # the second is newer
+            captures.count(getattr(owner, name))
+    return captures

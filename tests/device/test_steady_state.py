@@ -1,0 +1,109 @@
+"""The steady state on a device: nothing is registered, given back or mapped."""
+
+import ctypes
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from scripted_driver import ScriptedDriver, claim_an_accelerator
+
+from shmloader import DataLoader
+from shmloader.device import pinned
+from shmloader.exchange import delivery
+from shmloader.memory import Segment
+
+WARM, COUNTED = 120, 120
+LATE = 9  # pieces of work
+
+
+def collate(samples: list[int]) -> torch.Tensor:
+    """A batch of 20,000 to 40,000 bytes, full of its number."""
+    return torch.full((20_000 + samples[0] * 7919 % 20_000,), samples[0] % 251, dtype=torch.uint8)
+
+
+def back_late(driver: ScriptedDriver, streams: list[int], number: int) -> None:
+    """The device is always behind by as much."""
+    for stream in driver.streams:
+        while len(driver.streams[stream].queue) > LATE and driver.can_advance(stream):
+            driver.advance(stream)
+
+
+def in_bursts(driver: ScriptedDriver, streams: list[int], number: int) -> None:
+    """The device does nothing for a while, and then all of it."""
+    if number % LATE == 0:
+        driver.drain()
+
+
+def out_of_step(driver: ScriptedDriver, streams: list[int], number: int) -> None:
+    """One stream is done at once, and another one is behind, by more or less."""
+    chance = random.Random(number)
+    for stream in driver.streams:
+        behind = chance.randrange(LATE) if stream == streams[0] else 0
+        while len(driver.streams[stream].queue) > behind and driver.can_advance(stream):
+            driver.advance(stream)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedDriver]:
+    scripted = ScriptedDriver()
+    claim_an_accelerator(monkeypatch)
+    monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
+    yield scripted
+    scripted.drain()
+    assert scripted.violations == []
+    assert scripted.registered == {}
+    assert pinned.pinned_nbytes() == 0
+
+
+@pytest.mark.parametrize("late", [back_late, in_bursts, out_of_step])
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_nothing_is_registered_given_back_or_mapped(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None, late: Callable[..., None]
+) -> None:
+    """The program copies or reads each batch on one of two streams, drops it, and takes the next one."""
+    streams, calls = [driver.new_stream(), driver.new_stream()], Counter[str]()
+
+    def count(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*arguments: object, **options: object) -> object:
+            calls[name] += 1
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for owner, name in (
+        (driver, "register"),
+        (driver, "unregister"),
+        (driver, "create_stream"),
+        (Segment, "map"),
+        (Segment, "reserve"),
+        (Segment, "discard"),
+    ):
+        count(owner, name)
+    options = {"collate_fn": collate, "num_workers": 2, "pin_memory": device is None, "device": device}
+    with DataLoader(range(WARM + COUNTED), batch_size=1, **options) as loader:
+        for number, batch in enumerate(loader):
+            if number == WARM:
+                assert calls["register"] > 0
+                calls.clear()
+            address, nbytes = batch.data_ptr(), batch.nbytes
+            if device is None:
+                driver.read_late(streams[number % 2], address, nbytes, number % 251)
+            else:
+                expected = number % 251
+
+                def kernel(address=address, nbytes=nbytes, expected=expected, batch=batch) -> None:
+                    assert set(ctypes.string_at(address, nbytes)) == {expected}
+
+                driver.launch(0, kernel)
+                del kernel
+            del batch
+            late(driver, streams, number)
+            if number == WARM + COUNTED - 1:  # the end of the epoch gives all back
+                assert calls == {}
+        assert loader.statistics().spills == 0
+        assert loader.statistics().wait_for_device_s == 0
+        driver.drain()
