@@ -111,7 +111,7 @@ class SlotAllocator:
         """Map the slot; if this process is short of address space, as much of its start as possible."""
         while True:
             try:
-                return self._segment.map(self.slot, nbytes)
+                return self._segment.map(self.slot, nbytes, fills=True)
             except SharedMemoryExhausted:
                 if nbytes > PAGE_NBYTES:
                     nbytes = whole_pages(nbytes // 2)
@@ -295,7 +295,7 @@ class SlotAllocator:
         """Reserve and map more; if either fails, the slot is as before."""
         reserved = self._segment.reserve(self.slot, self.nbytes, nbytes)
         try:
-            extent = self._segment.map(self.slot, reserved)
+            extent = self._segment.map(self.slot, reserved, fills=True)
         except SharedMemoryExhausted:
             self._segment.discard(self.slot, reserved, self.nbytes)
             raise

@@ -32,6 +32,8 @@ _MAP_FIXED = 0x10  # Python's `mmap` lacks it
 _PROT_NONE, READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """Pages that are not written need no backing, so the system need not charge for them."""
+MAP_POPULATE = 0x8000 if sys.platform == "linux" else 0
+"""Pages are mapped with the file, and not one by one as they are used."""
 
 _REFUSALS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP)
 """Answers of a sandbox (gVisor, a seccomp filter) to a system call that it does not let through."""

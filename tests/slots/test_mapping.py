@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 from robustness.processes import python
 
@@ -277,6 +279,19 @@ def test_address_space_is_of_huge_pages_where_a_slot_is_as_large() -> None:
         kept.append((take_space(PAGE_NBYTES, 0), segment.map(0, reserved)))
     assert {extent.address % HUGE_NBYTES for _, extent in kept} == {0}
     segment.close()
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_who_fills_a_slot_meets_no_fault_for_each_page(fills: bool) -> None:
+    segment = Segment()
+    segment.reserve(0, 0, SMALL)
+    np.frombuffer(segment.map(0, SMALL).buffer, np.uint8)[:] = 1  # another worker was here before
+    pages = np.frombuffer(segment.map(0, SMALL, fills=fills).buffer, np.uint8)[::PAGE_NBYTES]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    pages += 1
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    segment.close()
+    assert (faults < len(pages) / 10) == fills
 
 
 @pytest.mark.parametrize("what", ["Segment()", "share(list(range(9000)))", "begun()"])
