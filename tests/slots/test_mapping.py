@@ -288,7 +288,7 @@ def test_who_fills_a_slot_meets_no_fault_for_each_page(fills: bool) -> None:
     np.frombuffer(segment.map(0, SMALL).buffer, np.uint8)[:] = 1  # another worker was here before
     pages = np.frombuffer(segment.map(0, SMALL, fills=fills).buffer, np.uint8)[::PAGE_NBYTES]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    pages += 1
+    pages[:] = 2
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     segment.close()
     assert (faults < len(pages) / 10) == fills
