@@ -5,15 +5,19 @@ Run from a checkout, on a machine with as many cores as there are workers, and o
     python -m benchmarks.scaling [--workers N]... [--workload NAME]... [--plot FILE] [--json FILE]
 
 Each number of workers is one run of `python -m shmloader bench`, with its checks and turns; the figures are
-its medians. Numbers of workers above the number of usable cores are measured too, and marked. Exit status: 0,
-or that of the run that failed.
+its medians. Numbers of workers above the number of usable cores are measured too, and marked. After each run
+the results so far are printed, and written; a second table tells what shmloader's workers and its main
+process did meanwhile. Peers that are not installed are named at the start. Exit status: 0, or that of the run
+that failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import peers  # noqa: F401 - registers its loaders
+from benchmarks.loaders import LOADERS
 from benchmarks.machine import describe, describe_in_words
 from benchmarks.options import NOT_WRITTEN, finite_number, whole_number
 from benchmarks.result_files import noted, result_file, write_json
@@ -29,7 +35,7 @@ from benchmarks.tables import or_empty, render_table
 WORKERS = (1, 2, 4, 8, 15)
 OWN_COLLATE = ("own-stack", "own-boxes", "own-zeros", "own-padded", "own-whole", "own-encoded")
 WORKLOADS = ("images", "rows", "png", *OWN_COLLATE)
-LOADERS = ("shmloader", "torch-*", "spdl-arena", "seqtools")
+CONTESTANTS = ("shmloader", "torch-*", "spdl-arena", "seqtools")
 
 Rates = dict[str, dict[str, dict[int, float]]]  # samples per second by workload, loader and workers
 
@@ -72,6 +78,42 @@ def table(rates: Rates, workers: Sequence[int], usable: int) -> str:
     return f"{text}\n\n\\* more processes than the {usable} usable cores\n" if "*" in "".join(heads) else text
 
 
+def shares_of(found: dict[str, Any]) -> list[float]:
+    """The shares of time of one run of shmloader's, in %: see the heads of `shares_table`."""
+    passed_s = found["iterating_s"]
+    workers_s = passed_s * found["num_workers"]
+    made_s, slots_s = found["workers_made_s"], found["workers_wait_for_slots_s"]
+    waits_s = found["wait_for_workers_s"]
+    parts = made_s / workers_s, slots_s / workers_s, 1 - (made_s + slots_s) / workers_s, waits_s / passed_s
+    return [100 * part for part in (*parts, 1 - waits_s / passed_s)]
+
+
+def shares_table(results: dict[int, dict[str, Any]]) -> str:
+    """What workers and the main process did, medians of the runs; a row for each number of workers."""
+    heads = [
+        "workers make batches, %",
+        "wait for a slot",
+        "for a task",
+        "main process waits, %",
+        "reads and sends",
+    ]
+    rows = []
+    for workers, result in results.items():
+        for workload, outcome in result["workloads"].items():
+            row = outcome["contestants"].get("shmloader")
+            runs = [shares_of(run["statistics"]) for run in row["runs"] if run["statistics"]] if row else []
+            if runs:
+                medians = [f"{statistics.median(part):.0f}" for part in zip(*runs, strict=True)]
+                rows.append([workload, str(workers), *medians])
+    return render_table([["workload", "workers", *heads], *rows], 2) if rows else ""
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """The peers among loaders that are not installed, with the reason; names may be patterns."""
+    peers = [one for one in LOADERS.values() if any(fnmatch.fnmatch(one.name, name) for name in names)]
+    return [f"{one.name} is left out: {reason}" for one in peers if (reason := one.missing())]
+
+
 def draw(path: Path, rates: Rates) -> None:
     """Draws the rates over the workers, one field for each workload, three in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -107,22 +149,23 @@ def main() -> int:
     given = parser.parse_args()
     given.workers = given.workers or list(WORKERS)
     given.workload = given.workload or list(WORKLOADS)
-    given.loader = given.loader or list(LOADERS)
-    machine, results = describe(), {}
+    given.loader = given.loader or list(CONTESTANTS)
+    machine, results = describe(), dict[int, dict[str, Any]]()
+    print(describe_in_words(machine), *missing(given.loader), sep="\n", flush=True)
+    failures: list[str] = []
     for workers in given.workers:
         result = measure(workers, given)
         if isinstance(result, int):
             return result
         results[workers] = result
-    rates = rates_of(results)
-    print(describe_in_words(machine))
-    print(table(rates, given.workers, len(os.sched_getaffinity(0))))
-    failures: list[str] = []
-    if given.plot is not None:
-        with noted(str(given.plot), failures):
-            draw(given.plot, rates)
-    if given.json is not None and not write_json(given.json, {"machine": machine, "rates": rates}):
-        return NOT_WRITTEN
+        rates = rates_of(results)
+        print(table(rates, list(results), len(os.sched_getaffinity(0))))
+        print(shares_table(results), flush=True)
+        if given.plot is not None:
+            with noted(str(given.plot), failures):
+                draw(given.plot, rates)
+        if given.json is not None and not write_json(given.json, {"machine": machine, "rates": rates}):
+            return NOT_WRITTEN
     return NOT_WRITTEN if failures else 0
 
 

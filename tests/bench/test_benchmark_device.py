@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +139,30 @@ def test_rates_of_comparisons_are_put_side_by_side() -> None:
     text = scaling.table(rates, [1, 2], 2)
     assert "2 *" in text
     assert "more processes than the 2 usable cores" in text
+
+
+def test_the_time_of_workers_and_of_the_main_process_is_told_apart() -> None:
+    """Four workers had 40 s together in these 10 s."""
+    found = {
+        "iterating_s": 10.0,
+        "num_workers": 4,
+        "workers_made_s": 20.0,
+        "workers_wait_for_slots_s": 4.0,
+        "wait_for_workers_s": 3.0,
+    }
+    assert scaling.shares_of(found) == pytest.approx([50, 10, 40, 30, 70])
+    row = {"runs": [{"statistics": found}]}
+    text = scaling.shares_table({4: {"workloads": {"rows": {"contestants": {"shmloader": row}}}}})
+    assert re.search(r"rows +\| 4 +\| +50 \| +10 \| +40 \| +30 \| +70", text)
+    assert scaling.shares_table({4: {"workloads": {"rows": {"contestants": {}}}}}) == ""
+
+
+def test_peers_that_are_missing_are_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = next(one for one in scaling.LOADERS.values() if one.name == "seqtools")
+    monkeypatch.setitem(scaling.LOADERS, "seqtools", replace(peer, packages=("not_here",)))
+    (line,) = scaling.missing(["seq*"])
+    assert line.startswith("seqtools is left out: not_here not installed: pip install")
+    assert scaling.missing(["shmloader"]) == []
 
 
 @pytest.mark.long
