@@ -110,8 +110,8 @@ def shares_table(results: dict[int, dict[str, Any]]) -> str:
 
 def missing(names: Sequence[str]) -> list[str]:
     """The peers among loaders that are not installed, with the reason; names may be patterns."""
-    peers = [one for one in LOADERS.values() if any(fnmatch.fnmatch(one.name, name) for name in names)]
-    return [f"{one.name} is left out: {reason}" for one in peers if (reason := one.missing())]
+    chosen = [one for one in LOADERS.values() if any(fnmatch.fnmatch(one.name, name) for name in names)]
+    return [f"{one.name} is left out: {reason}" for one in chosen if (reason := one.missing())]
 
 
 def draw(path: Path, rates: Rates) -> None:
