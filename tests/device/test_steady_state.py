@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from scripted_driver import ScriptedDriver, claim_an_accelerator
 
-from shmloader import DataLoader
-from shmloader.device import pinned
+from shmloader import DataLoader, torch_private
+from shmloader.device import guard, pinned
+from shmloader.device.driver import DriverError
 from shmloader.exchange import delivery
 from shmloader.memory import Segment
 
@@ -50,6 +52,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedDriver]:
     scripted = ScriptedDriver()
     claim_an_accelerator(monkeypatch)
     monkeypatch.setattr(delivery, "open_driver", lambda: scripted)
+    monkeypatch.setattr(guard, "MOST_WAIT_S", 0.01)
+    monkeypatch.setattr(torch_private, "pin_memory", lambda batch, _: batch)
+    monkeypatch.setattr(delivery, "to_device", lambda batch, _: batch)
     yield scripted
     scripted.drain()
     assert scripted.violations == []
@@ -107,3 +112,44 @@ def test_nothing_is_registered_given_back_or_mapped(
         assert loader.statistics().spills == 0
         assert loader.statistics().wait_for_device_s == 0
         driver.drain()
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_locked_memory_keeps_to_the_budget_of_slots(driver: ScriptedDriver, device: str | None) -> None:
+    """However late the device is; what there is no room for waits for it, or is copied."""
+    budget_nbytes, locked_nbytes = 800_000, 0
+    options = {"collate_fn": collate, "num_workers": 2, "pin_memory": device is None, "device": device}
+    with (
+        DataLoader(range(200), batch_size=1, memory_budget_nbytes=budget_nbytes, **options) as loader,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for number, batch in enumerate(loader):
+            locked_nbytes = max(locked_nbytes, sum(driver.registered.values()))
+            if device is None:
+                driver.read_late(0, batch.data_ptr(), batch.nbytes, number % 251)
+            else:
+                driver.launch(0, lambda: None)
+            del batch
+            if number % 40 == 39:
+                driver.drain()
+        driver.drain()
+    assert budget_nbytes / 2 < locked_nbytes <= budget_nbytes
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_lost_device_is_an_error_of_next(driver: ScriptedDriver, device: str | None) -> None:
+    """At the latest when another slot is to be locked. Until then batches come, in slots that nothing reads."""
+    options = {"collate_fn": collate, "num_workers": 2, "pin_memory": device is None, "device": device}
+    with DataLoader(range(200), batch_size=1, **options) as loader, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a slot could not be locked
+        iterator = iter(loader)
+        for _ in range(10):
+            next(iterator)
+        driver.failed = True
+        with pytest.raises(DriverError, match="the devices' work has failed"):
+            for number in range(10, 200):
+                batch = next(iterator)
+                assert device is not None or batch[0] == number
+                del batch
+        driver.failed = False
