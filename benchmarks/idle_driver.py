@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -87,7 +88,8 @@ def idle_device() -> Iterator[IdleDriver]:
             (torch.accelerator, "current_device_index", 0),
         ):
             stack.enter_context(mock.patch.object(owner, name, return_value=value))
-        streams = mock.Mock(side_effect=lambda *_, **__: mock.Mock(cuda_stream=3))
+        numbers = itertools.count(3)
+        streams = mock.Mock(side_effect=lambda *_, **__: mock.Mock(cuda_stream=next(numbers)))
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", streams))
         driver = IdleDriver(str(library))
         stack.enter_context(mock.patch.object(delivery, "open_driver", return_value=driver))
