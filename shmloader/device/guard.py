@@ -140,6 +140,8 @@ class DeviceGuard(Guard):
 
     def pass_on(self, ended: Sequence[Place], *, at_once: bool) -> Sequence[Place]:
         """See `Guard`: free is what all work queued before the lease's end is done with. Does not wait."""
+        if not (ended or at_once):
+            return ended
         free = [place for place in ended if place in self._let_go]
         self._let_go.difference_update(free)
         self._ended += [place for place in ended if place not in free]
