@@ -38,7 +38,7 @@ def error_of(
         hint += explain()
     elif not dead.heard:
         error = stacks.start_error(pid)
-        hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
+        hint += f" It could not start:\n{error}\n" if error else _SEE_OUTPUT
     return WorkerDied(
         f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}.{hint}"
         f"{describe_held(indices)} (causes and cures: {page('docs/messages.md')})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -28,6 +29,14 @@ WORKER_FDS = 5
 
 START_FDS = {"fork": 12, "spawn": 13, "forkserver": 13}
 """Those that must be free for a worker's start, by start method; it keeps `WORKER_FDS` of them."""
+
+_NO_PROCESS = {
+    errno.EAGAIN: "there are as many processes and threads as there may be. Raise the limit (ulimit -u; a "
+    "container's: pids.max of its cgroup, docker run --pids-limit)",
+    errno.ENOMEM: "the kernel lacks the memory for another one. Free some, or let it promise more than it "
+    "has (sysctl vm.overcommit_memory=1)",
+}
+"""Reasons for which the system starts no process, and their cures."""
 
 _PRELOADED = ["torch", "shmloader"]
 _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
@@ -93,6 +102,12 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
             worker_id=worker_id,
         ) from error
+    except OSError as error:
+        if error.errno in _NO_PROCESS:
+            error.add_note(
+                f"Worker {worker_id} has no process: {_NO_PROCESS[error.errno]}. Or use fewer workers."
+            )
+        raise
     return process
 
 
@@ -100,11 +115,11 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: f
     """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
     gc.freeze()  # and once more below: a collection would visit, and so copy, all that a fork shares
     name_worker(given.worker_id)  # also while it imports
-    parent_watch.begin(main_pid, by_leader, grace_s)
-    answer_with_stacks(pipes.stacks)
     try:
+        parent_watch.begin(main_pid, by_leader, grace_s)
+        answer_with_stacks(pipes.stacks)
         arguments = take_arguments(given)
-    except BaseException:  # noqa: BLE001 - whatever the modules and classes of the program raise
+    except BaseException:  # noqa: BLE001 - the system, or what modules and classes of the program raise
         report_start_error(pipes.stacks)
         raise SystemExit(1) from None
     gc.freeze()
@@ -139,9 +154,10 @@ def check_descriptors() -> None:
         for _ in range(most // 2):
             spare.extend(os.pipe())
     except OSError as error:
+        limit = "sysctl fs.file-max" if error.errno == errno.ENFILE else "ulimit -n"
         error.add_note(
             f"A worker takes {WORKER_FDS} descriptors of the main process, and up to {most} "
-            "while it is being started: raise the limit (ulimit -n)."
+            f"while it is being started: raise the limit ({limit})."
         )
         raise
     finally:

@@ -228,3 +228,53 @@ def test_what_a_worker_cannot_unpickle_is_told_by_the_error_and_nowhere_else(
     ):
         next(iter(loader))
     assert capfd.readouterr().err == ""
+
+
+def test_without_another_process_the_error_says_which_limit_to_raise() -> None:
+    """The limit does not hold for root."""
+    python(
+        """
+        import multiprocessing.popen_fork, os, resource
+        from loading import Numbered
+        from shmloader import DataLoader
+        loader = DataLoader(Numbered(8), num_workers=2)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.setresuid(65534, 65534, 0)
+        limits = resource.getrlimit(resource.RLIMIT_NPROC)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, limits[1]))
+        try:
+            iter(loader)
+        except BlockingIOError as error:
+            note, = error.__notes__
+            assert "Worker 0 has no process" in note and "pids.max" in note, note
+        else:
+            raise AssertionError
+        resource.setrlimit(resource.RLIMIT_NPROC, limits)
+        if is_root:
+            os.seteuid(0)
+            os.setresuid(0, 0, 0)
+        assert len(list(loader)) == 8
+        """
+    )
+
+
+def test_a_worker_that_cannot_start_its_threads_is_an_error_that_says_so() -> None:
+    python(
+        """
+        import resource, threading
+        from loading import Numbered
+        from shmloader import DataLoader, WorkerDied
+        loader = DataLoader(Numbered(8), num_workers=1)
+        with open("/proc/self/statm") as file:
+            used_nbytes = int(file.read().split()[0]) * 4096
+        threading.stack_size(2 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (1 << 30), -1))
+        try:
+            list(loader)
+        except WorkerDied as error:
+            assert "It could not start:" in str(error) and "can't start new thread" in str(error), error
+        else:
+            raise AssertionError
+        """
+    )
