@@ -15,7 +15,7 @@ import torch
 
 from shmloader.codec.slot_allocator import set_current_allocator
 from shmloader.errors import WorkerDied
-from shmloader.failures.stacks import answer_with_stacks, report_start_error
+from shmloader.failures.stacks import answer_with_stacks, report_error
 from shmloader.worker import parent_watch
 from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
@@ -120,7 +120,7 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: f
         answer_with_stacks(pipes.stacks)
         arguments = take_arguments(given)
     except BaseException:  # noqa: BLE001 - the system, or what modules and classes of the program raise
-        report_start_error(pipes.stacks)
+        report_error(pipes.stacks)
         raise SystemExit(1) from None
     gc.freeze()
     name_worker(arguments.worker_id, arguments.dataset)
@@ -128,7 +128,13 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: f
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
     _refuse_ray()
-    Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+    pid = os.getpid()
+    try:
+        Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+    except Exception:
+        if os.getpid() == pid:  # not a process that the dataset has forked
+            report_error(pipes.stacks)
+        raise
 
 
 def _refuse_ray() -> None:

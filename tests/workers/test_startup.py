@@ -273,8 +273,44 @@ def test_a_worker_that_cannot_start_its_threads_is_an_error_that_says_so() -> No
         try:
             list(loader)
         except WorkerDied as error:
-            assert "It could not start:" in str(error) and "can't start new thread" in str(error), error
+            assert "This has ended it:" in str(error) and "can't start new thread" in str(error), error
         else:
             raise AssertionError
         """
     )
+
+
+def test_an_exception_that_ends_a_worker_is_told_by_the_error_and_its_own_output() -> None:
+    """It keeps its batches, and has no address space left to move them to."""
+    printed = python(
+        """
+        import os, resource
+        from loading import Numbered
+        from shmloader import DataLoader, WorkerDied
+        from torch.utils.data import default_collate
+
+        kept = []
+
+        def keep(samples):
+            kept.append(default_collate(samples))
+            if len(kept) == 3:
+                with open("/proc/self/statm") as file:
+                    used_nbytes = int(file.read().split()[0]) * 4096
+                resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (8 << 20), -1))
+            return kept[-1]
+
+        os.dup2(1, 2)
+        got = []
+        try:
+            for batch in DataLoader(Numbered(32, items=1 << 20), 4, num_workers=1, collate_fn=keep):
+                got.append(int(batch[0, 0]))
+        except WorkerDied as error:
+            assert error.exit_code == 1, error
+            assert got == [0, 4], got
+            told = "This has ended it:", "SharedMemoryExhausted: mapping", "It held", "[8, 9, 10, 11]"
+            assert all(words in str(error) for words in told), error
+        else:
+            raise AssertionError(got)
+        """
+    )
+    assert "SharedMemoryExhausted: mapping" in printed
