@@ -103,12 +103,15 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_
             worker_id=worker_id,
         ) from error
     except OSError as error:
-        if error.errno in _NO_PROCESS:
-            error.add_note(
-                f"Worker {worker_id} has no process: {_NO_PROCESS[error.errno]}. Or use fewer workers."
-            )
+        explain_no_process(error, f"Worker {worker_id}", " Or use fewer workers.")
         raise
     return process
+
+
+def explain_no_process(error: OSError, who: str, or_else: str = "") -> None:
+    """Note on the error of a process that could not be started which limit it was, if it was one."""
+    if error.errno in _NO_PROCESS:
+        error.add_note(f"{who} has no process: {_NO_PROCESS[error.errno]}.{or_else}")
 
 
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: float) -> None:

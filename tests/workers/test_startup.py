@@ -236,8 +236,8 @@ def test_without_another_process_the_error_says_which_limit_to_raise() -> None:
         """
         import multiprocessing.popen_fork, os, resource
         from loading import Numbered
-        from shmloader import DataLoader
-        loader = DataLoader(Numbered(8), num_workers=2)
+        from shmloader import DataLoader, OwnProcess
+        loader, own = DataLoader(Numbered(8), num_workers=2), OwnProcess([1, 2])
         is_root = os.geteuid() == 0
         if is_root:
             os.setresuid(65534, 65534, 0)
@@ -248,6 +248,12 @@ def test_without_another_process_the_error_says_which_limit_to_raise() -> None:
         except BlockingIOError as error:
             note, = error.__notes__
             assert "Worker 0 has no process" in note and "pids.max" in note, note
+        else:
+            raise AssertionError
+        try:
+            next(iter(own))
+        except BlockingIOError as error:
+            assert "The list has no process" in error.__notes__[0], error.__notes__
         else:
             raise AssertionError
         resource.setrlimit(resource.RLIMIT_NPROC, limits)
