@@ -113,8 +113,8 @@ class End:
                 raise QueueClosed(self.closed)
             if self._peer is None:
                 self._check_that_others_live()
-            elif (self._death.fd < 0 or self._death.fd in ready) and not (
-                self._peer.is_this_process or self._peer.is_alive()
+            elif self._death.fd in ready or not (
+                self._death.fd >= 0 or self._peer.is_this_process or self._peer.is_alive()
             ):
                 if any(fd == self._received_fd for fd, _ in self._epoll.poll(0)):
                     return  # it has sent something just before

@@ -21,6 +21,7 @@ from shmloader.messages import ending_of
 from shmloader.torch_private import DATAPIPES
 from shmloader.worker import parent_watch
 from shmloader.worker.random_state import seed_worker_process
+from shmloader.workers.launch import explain_no_process
 
 _END_S = 5.0  # how long a process may take to end by itself after its queue was closed
 
@@ -107,7 +108,11 @@ class OwnProcess(IterableDataset[Any]):
         items = Queue(self.maxsize)
         arguments = (items, self._draw_seed(), os.getpid())
         process = context.Process(target=self._run, args=arguments, daemon=True)
-        process.start()
+        try:
+            process.start()
+        except OSError as error:
+            explain_no_process(error, f"The {type(self.dataset).__name__}")
+            raise
         try:
             while type(item := _next(items, process)) is not _End:
                 yield item

@@ -13,6 +13,7 @@ from shmloader.channel.roles import Roles
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor, Segment
 from shmloader.memory.limits import memory_headroom
+from shmloader.memory.mapping import check_memory
 from shmloader.slots import AskedFor, PlaceTable
 from shmloader.wire.queue_records import INLINE_HEAD_NBYTES, UNIT_NBYTES, Grant, pack_grant
 
@@ -52,6 +53,7 @@ class Parts(NamedTuple):
 
 def make_parts(maxsize: int, budget_nbytes: int | None) -> Parts:
     """The parts of a new queue, with the grants for its first objects; see `Queue` for the arguments."""
+    check_memory("shmloader.Queue cannot be used", "Use multiprocessing.Queue")
     available_nbytes = memory_headroom().available_nbytes
     wanted_nbytes = available_nbytes // 2 if budget_nbytes is None else operator.index(budget_nbytes)
     with HeldInterrupts():

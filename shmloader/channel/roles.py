@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import mmap
 import multiprocessing
@@ -21,6 +22,7 @@ import psutil
 
 from shmloader.errors import LoaderError
 from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
+from shmloader.memory.segment import OwnDescriptor
 
 _RECORD = struct.Struct("<B3xIQ48s")
 _CODE_S = 1.0  # how long the fork server may take to tell the exit code of a process that has ended
@@ -56,7 +58,12 @@ class Party(NamedTuple):
         return self.pid == os.getpid()
 
     def is_alive(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it has not ended, or that cannot be told now: this process has no descriptor left, say."""
+        with contextlib.suppress(OSError):
+            return self._is_there()
+        return True
+
+    def _is_there(self) -> bool:
         state, started = _stat(self.pid)
         return started == self.started and state not in ("Z", "X")
 
@@ -66,17 +73,23 @@ class Party(NamedTuple):
             fd = os.pidfd_open(self.pid)
         except (AttributeError, OSError):
             return -1
-        if self.is_alive():
-            return fd
+        with contextlib.suppress(OSError):
+            if self._is_there():
+                return fd
         os.close(fd)  # it may be of another process, of the same pid
         return -1
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """The state of a process and its start time; ``("X", -1)`` if there is none."""
+    """The state of a process and its start time; ``("X", -1)`` if there is none.
+
+    Raises `OSError` if this process has not the descriptor or the memory to ask.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
         return "X", -1
     return fields[0], int(fields[19])
 
@@ -98,8 +111,10 @@ def exit_code_of(pid: int, started: Iterable[Any]) -> int | None:
 
 
 def has_children() -> bool:
-    """Whether this process has child processes that have not ended."""
-    return any(_stat(child.pid)[0] not in ("Z", "X") for child in psutil.Process().children())
+    """Whether this process has child processes that have not ended, or that cannot be told now."""
+    with contextlib.suppress(OSError):
+        return any(_stat(child.pid)[0] not in ("Z", "X") for child in psutil.Process().children())
+    return True
 
 
 class Roles:
@@ -112,7 +127,7 @@ class Roles:
                 "/proc is not mounted, or hidden. Mount it, or use multiprocessing.Queue"
             )
         if descriptor is None:
-            descriptor = Descriptor(os.memfd_create("shmloader-queue"))
+            descriptor = OwnDescriptor(os.memfd_create("shmloader-queue"))
             os.ftruncate(descriptor.fd, PAGE_NBYTES)
             fcntl.fcntl(descriptor.fd, fcntl.F_SETFL, fcntl.fcntl(descriptor.fd, fcntl.F_GETFL) | os.O_APPEND)
         self.descriptor = descriptor
@@ -155,7 +170,8 @@ class Roles:
     def forked(self) -> None:
         """Note that this process has the queue too, because it was forked."""
         self.forks = False
-        self._note(Role.HOLDER, "a fork of ")  # it has its parent's name still
+        with contextlib.suppress(OSError):  # no descriptor is left: it is noted once it puts or gets
+            self._note(Role.HOLDER, "a fork of ")  # it has its parent's name still
 
     def _note(self, role: Role, of: str = "") -> None:
         pid = os.getpid()

@@ -21,7 +21,7 @@ from shmloader.memory import Descriptor
 _SIGNAL = getattr(signal, "SIGRTMIN", 0) + 6
 _MOST_CHARACTERS = 8000
 _ANSWER_S = 1.0  # how long a worker may take to write its stacks
-_START_ERROR = b"\0process %d could not start\0"
+_ERROR = b"\0process %d was ended by\0"
 
 
 class StackFile:
@@ -60,11 +60,11 @@ class StackFile:
         threads = [thread for thread in text.split("\n\n") if "parent_watch.py" not in thread]
         return "\n\n".join(threads)[:_MOST_CHARACTERS]
 
-    def start_error(self, pid: int) -> str:
-        """The traceback that a worker has left by `report_start_error`, or ""."""
+    def error_of(self, pid: int) -> str:
+        """The traceback that a worker has left by `report_error`, or ""."""
         fd = self.descriptor.fd
         contents = os.pread(fd, os.fstat(fd).st_size, 0) if fd >= 0 else b""
-        _, _, rest = contents.partition(_START_ERROR % pid)
+        _, _, rest = contents.partition(_ERROR % pid)
         return rest.partition(b"\0")[0].decode("utf-8", "replace").rstrip()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ def answer_with_stacks(descriptor: Descriptor) -> None:
     faulthandler.register(_SIGNAL, file=descriptor.fd, all_threads=True, chain=False)
 
 
-def report_start_error(descriptor: Descriptor) -> None:
-    """Write the present exception to the `StackFile`, in a worker that cannot start."""
+def report_error(descriptor: Descriptor) -> None:
+    """Write the present exception to the `StackFile`, in a worker that it ends."""
     text = traceback.format_exc()[-_MOST_CHARACTERS:].encode("utf-8", "replace")
-    os.write(descriptor.fd, _START_ERROR % os.getpid() + text + b"\0")
+    os.write(descriptor.fd, _ERROR % os.getpid() + text + b"\0")

@@ -109,9 +109,12 @@ def exhausted(
         limited = "shared memory is a file, and the size of files is limited: ulimit -f unlimited"
         return SharedMemoryExhausted(f"{what}: {limited}", needed_nbytes=nbytes)
     room = room or memory_headroom()
+    spare = max(spare, spare_nbytes(room))
+    is_free = nbytes + spare <= room.available_nbytes
+    why = " The kernel promises no more (sysctl vm.overcommit_memory)." if is_free and code else ""
     return SharedMemoryExhausted(
-        f"{what}, but only {room.available_nbytes:,} of {room.limit_nbytes:,} bytes are available in "
-        f"{room.source}, of which {max(spare, spare_nbytes(room)):,} are left to the program. {advice} "
+        f"{what}, {'though' if is_free else 'but only'} {room.available_nbytes:,} of {room.limit_nbytes:,} "
+        f"bytes are available in {room.source}, of which {spare:,} are left to the program.{why} {advice} "
         f"Causes and cures: {page('docs/messages.md')}",
         needed_nbytes=nbytes,
         available_nbytes=room.available_nbytes,

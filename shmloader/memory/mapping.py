@@ -78,14 +78,17 @@ def why_unavailable() -> str | None:
     return _why_no_memory() or _why_no("eventfd", lambda: os.close(os.eventfd(0)))
 
 
-def check_memory() -> None:
-    """Raise a `LoaderError` with the reason where this platform has no shared memory for stores."""
+def check_memory(
+    what: str = "data cannot be put in shared memory",
+    instead: str = "Use the data as it is, without share(), share_on_host() or open(): each worker then has "
+    "a copy of its own, except of an np.memmap, which all processes share",
+) -> None:
+    """Raise a `LoaderError` with the reason where this platform has no shared memory.
+
+    It says ``what`` cannot be done, and what to do ``instead``.
+    """
     if (lack := _why_no_memory()) is not None:
-        raise LoaderError(
-            f"data cannot be put in shared memory on this platform: {lack}. Use the data as it "
-            "is, without share(), share_on_host() or open(): each worker then has a copy of its own, except "
-            "of an np.memmap, which all processes share"
-        )
+        raise LoaderError(f"{what} on this platform: {lack}. {instead}")
 
 
 def _why_no_memory() -> str | None:

@@ -38,6 +38,7 @@ from shmloader.statistics import LoaderStatistics
 from shmloader.store.job import job_of_process
 from shmloader.worker import parent_watch
 from shmloader.worker.epoch_settings import has_set_epoch
+from shmloader.workers.launch import explain_no_process
 
 _WAIT_S = 1800.0  # for local rank 0, as in `share_on_host`
 _LOOK_S = 1.0  # how often to look meanwhile whether its process has ended
@@ -184,7 +185,11 @@ def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any])
     context = multiprocessing.get_context("fork")  # with copies of this rank's generators
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
     with HeldInterrupts():
-        process.start()
+        try:
+            process.start()
+        except OSError as error:
+            explain_no_process(error, "The loader that ranks share")
+            raise
         # Before multiprocessing waits for it, at this rank's end.
         end = Finalize(None, _end, (process,), exitpriority=1)
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 from shmloader.errors import LoaderError, ResumeError
 from shmloader.indices.samplers import length_of
+from shmloader.memory.mapping import check_memory
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
 from shmloader.serving.records import Stored
@@ -368,6 +369,7 @@ def run_server(
     loader: Any, name: str, roster: Roster[Connection], about: dict[str, Any], epochs: int | None = None
 ) -> None:
     """Serve, and end: `serve` with checked arguments, and an introduction of this process."""
+    check_memory("a loader cannot be served", "Make one in each process")
     listener = meeting.listen(name)
     why = f"process {os.getpid()}, which served {name!r}, has ended"
     with listener:

@@ -244,6 +244,9 @@ class Loop:
             if os.getpid() != self._pid:
                 raise  # a process that the user's code forked is no worker: the exception ends it
             self._link.end_if_closed()
+            if index_batch is None:  # its slot could not be mapped, say
+                with contextlib.suppress(Exception):
+                    index_batch = unpack_index_batch(task.payload, task.payload_nbytes)
             report = self._report_on(error, index_batch)
             flags = wire.REPORTED | wire.DETACHED * allocator.restart()
             encoded = self._encoder.encode(report)

@@ -7,6 +7,7 @@ so the kernel is asked for a signal too, where that is safe.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import os
@@ -76,4 +77,5 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
                 time.sleep(1.0)
         os._exit(1)
 
-    threading.Thread(target=wait, name="shmloader-watch-main", daemon=True).start()
+    # Not a `Thread`, whose start() waits for ever for a thread that had no memory to begin.
+    _thread.start_new_thread(wait, ())

@@ -24,7 +24,7 @@ def error_of(
 ) -> WorkerDied:
     """The error for a dead `ProcessWorker` that held these index batches, and ``why`` it was not restarted.
 
-    ``explain`` is called if it was killed; ``stacks`` has the traceback of one that could not start.
+    ``explain`` is called if it was killed; ``stacks`` has the traceback of one that an exception has ended.
     """
     dead.process.join(_DEATH_S)
     code, pid = dead.process.exitcode, dead.pid
@@ -36,9 +36,10 @@ def error_of(
     hint = why and f" {why}"
     if code == -signal.SIGKILL:
         hint += explain()
+    elif error := stacks.error_of(pid):
+        hint += f" This has ended it:\n{error}\n"
     elif not dead.heard:
-        error = stacks.start_error(pid)
-        hint += f" It could not load what it was sent:\n{error}\n" if error else _SEE_OUTPUT
+        hint += _SEE_OUTPUT
     return WorkerDied(
         f"{torchs}. shmloader worker {dead.worker_id} ({dead.place}) {ending_of(code)}.{hint}"
         f"{describe_held(indices)} (causes and cures: {page('docs/messages.md')})",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ import torch
 
 from shmloader.codec.slot_allocator import set_current_allocator
 from shmloader.errors import WorkerDied
-from shmloader.failures.stacks import answer_with_stacks, report_start_error
+from shmloader.failures.stacks import answer_with_stacks, report_error
 from shmloader.worker import parent_watch
 from shmloader.worker.heap import warm_heap
 from shmloader.worker.links import Pipes, ProcessLink
@@ -28,6 +29,14 @@ WORKER_FDS = 5
 
 START_FDS = {"fork": 12, "spawn": 13, "forkserver": 13}
 """Those that must be free for a worker's start, by start method; it keeps `WORKER_FDS` of them."""
+
+_NO_PROCESS = {
+    errno.EAGAIN: "there are as many processes and threads as there may be. Raise the limit (ulimit -u; a "
+    "container's: pids.max of its cgroup, docker run --pids-limit)",
+    errno.ENOMEM: "the kernel lacks the memory for another one. Free some, or let it promise more than it "
+    "has (sysctl vm.overcommit_memory=1)",
+}
+"""Reasons for which the system starts no process, and their cures."""
 
 _PRELOADED = ["torch", "shmloader"]
 _GRACE, _GRACE_S = "SHMLOADER_SIGTERM_GRACE_S", 120.0
@@ -93,19 +102,28 @@ def start_process(context: Any, worker_id: int, given: Any, pipes: Pipes, grace_
             "output, above, says why if it could; a SIGKILL leaves none (is memory short?).",
             worker_id=worker_id,
         ) from error
+    except OSError as error:
+        explain_no_process(error, f"Worker {worker_id}", " Or use fewer workers.")
+        raise
     return process
+
+
+def explain_no_process(error: OSError, who: str, or_else: str = "") -> None:
+    """Note on the error of a process that could not be started which limit it was, if it was one."""
+    if error.errno in _NO_PROCESS:
+        error.add_note(f"{who} has no process: {_NO_PROCESS[error.errno]}.{or_else}")
 
 
 def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: float) -> None:
     """Run a worker process: set up its protection, import the dataset's modules, then enter its loop."""
     gc.freeze()  # and once more below: a collection would visit, and so copy, all that a fork shares
     name_worker(given.worker_id)  # also while it imports
-    parent_watch.begin(main_pid, by_leader, grace_s)
-    answer_with_stacks(pipes.stacks)
     try:
+        parent_watch.begin(main_pid, by_leader, grace_s)
+        answer_with_stacks(pipes.stacks)
         arguments = take_arguments(given)
-    except BaseException:  # noqa: BLE001 - whatever the modules and classes of the program raise
-        report_start_error(pipes.stacks)
+    except BaseException:  # noqa: BLE001 - the system, or what modules and classes of the program raise
+        report_error(pipes.stacks)
         raise SystemExit(1) from None
     gc.freeze()
     name_worker(arguments.worker_id, arguments.dataset)
@@ -113,7 +131,13 @@ def _worker(given: Any, pipes: Pipes, main_pid: int, by_leader: bool, grace_s: f
     torch.set_num_threads(1)
     seed_worker_process(arguments.base_seed, arguments.worker_id)
     _refuse_ray()
-    Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+    pid = os.getpid()
+    try:
+        Loop(arguments, ProcessLink(pipes), warm_heap(arguments.num_workers)).run()
+    except Exception:
+        if os.getpid() == pid:  # not a process that the dataset has forked
+            report_error(pipes.stacks)
+        raise
 
 
 def _refuse_ray() -> None:
@@ -139,9 +163,10 @@ def check_descriptors() -> None:
         for _ in range(most // 2):
             spare.extend(os.pipe())
     except OSError as error:
+        limit = "sysctl fs.file-max" if error.errno == errno.ENFILE else "ulimit -n"
         error.add_note(
             f"A worker takes {WORKER_FDS} descriptors of the main process, and up to {most} "
-            "while it is being started: raise the limit (ulimit -n)."
+            f"while it is being started: raise the limit ({limit})."
         )
         raise
     finally:

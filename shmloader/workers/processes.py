@@ -39,8 +39,6 @@ class ProcessWorker:
     def __init__(
         self, worker_id: int, process: Any, requests_fd: int, answers_fd: int, *, ends_on_sigterm: bool = True
     ) -> None:
-        os.set_blocking(requests_fd, False)
-        os.set_blocking(answers_fd, False)
         self.worker_id = worker_id
         self.process = process
         self.pid: int = process.pid
@@ -204,21 +202,25 @@ class ProcessWorkers(BaseWorkers):
     def _start(self, worker_id: int, give: MakeArguments) -> ProcessWorker:
         grace_s = sigterm_grace_s()
         check_descriptors()
-        requests_read, requests_write = os.pipe()
-        answers_read, answers_write = os.pipe()
-        self._starting = (requests_write, answers_read)
-        pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
+        ends: list[int] = []  # the pipe of requests, then that of answers; each the read end first
         try:
+            ends += os.pipe()
+            ends += os.pipe()
+            requests_read, requests_write, answers_read, answers_write = ends
+            self._starting = (requests_write, answers_read)
+            for fd in self._starting:
+                os.set_blocking(fd, False)
+            pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
             process = start_process(self._context, worker_id, give(worker_id), pipes, grace_s)
         except BaseException:
-            os.close(requests_write)
-            os.close(answers_read)
+            for fd in ends[1:3]:
+                os.close(fd)
             raise
         finally:
             self._starting = ()
             # The worker's ends: only the worker may hold them, or its death would not close the pipe.
-            os.close(requests_read)
-            os.close(answers_write)
+            for fd in ends[:1] + ends[3:]:
+                os.close(fd)
         return ProcessWorker(worker_id, process, requests_write, answers_read, ends_on_sigterm=grace_s <= 0)
 
     def _put(self, worker: ProcessWorker) -> None:

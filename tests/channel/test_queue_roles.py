@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import queue
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from queue_processes import claim_getting, claim_putting
+from spent_descriptors import descriptors_left
 
-from shmloader import Queue
+from shmloader import PeerDied, Queue
+from shmloader.channel.consumer import Consumer
 from shmloader.channel.roles import Party, Role, Roles
 
 
@@ -165,3 +169,40 @@ def test_descriptors_of_a_queue(count: int) -> None:
     for one in queues:
         one.close()
     assert opened() == before
+
+
+@pytest.mark.parametrize("spare", range(10))
+def test_without_descriptors_a_queue_is_an_error_that_says_so_and_leaves_none(spare: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    one = None
+    with descriptors_left(spare):
+        try:
+            one = Queue(2)
+            one.put(1)
+        except OSError as error:
+            assert error.errno == errno.EMFILE  # noqa: PT017 - some need no more
+        else:
+            assert spare >= 8
+    if one is not None:
+        one.close()
+    del one
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_without_a_descriptor_takes_no_other_one_for_dead() -> None:
+    """Neither while it waits for the first object, of whomever, nor for one of a producer that it knows."""
+
+    def puts(one: Queue) -> None:
+        for number in range(2):
+            time.sleep(1.5)
+            one.put(number)
+
+    one = Queue(2)
+    one._end(Consumer)
+    process = run(puts, one)
+    with descriptors_left(0):
+        assert [one.get(timeout=30) for _ in range(2)] == [0, 1]
+    end(process)
+    with pytest.raises(PeerDied):
+        one.get()
+    one.close()

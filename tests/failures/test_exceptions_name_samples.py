@@ -12,7 +12,8 @@ import torch
 from exception_kinds import FourNeeded
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from shmloader import DataLoader
+from shmloader import DataLoader, SharedMemoryExhausted
+from shmloader.memory import Segment
 
 # --- which sample
 
@@ -272,3 +273,21 @@ def test_the_note_names_the_worker_that_raised() -> None:
         list(DataLoader(Pids(), num_workers=1))
     worker, pid = caught.value.args
     assert f"shmloader worker {worker} (pid {pid})" in caught.value.__notes__[-1]
+
+
+def test_a_batch_whose_slot_could_not_be_mapped_is_named_by_its_indices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Address space was short for a moment only, or the error could not be reported either."""
+    map_slot, main_pid, refused = Segment.map, os.getpid(), list[int]()
+
+    def refuse_once(segment: Segment, slot: int, nbytes: int, **options: Any) -> Any:
+        if os.getpid() != main_pid and not refused:
+            refused.append(slot)
+            raise SharedMemoryExhausted("no address space", needed_nbytes=nbytes)
+        return map_slot(segment, slot, nbytes, **options)
+
+    monkeypatch.setattr(Segment, "map", refuse_once)
+    with pytest.raises(SharedMemoryExhausted, match="no address space") as raised:
+        list(DataLoader(FailsAt(None), batch_size=4, num_workers=1))
+    assert "while it made the batch of indices [0, 1, 2, 3]" in raised.value.__notes__[0]

@@ -1,6 +1,7 @@
 """Limits of this host are read correctly, compared with limits that are really set."""
 
 import contextlib
+import errno
 import json
 import os
 import resource
@@ -162,3 +163,15 @@ def test_after_a_refusal_the_next_request_is_checked_too(monkeypatch: pytest.Mon
     for nbytes in (3 * MIB, 2 * MIB):
         with pytest.raises(SharedMemoryExhausted, match=f"{nbytes:,} bytes, but only 1,048,576 of"):
             limits.check_headroom(nbytes, f"a test needs {nbytes:,} bytes")
+
+
+def test_memory_that_is_free_and_refused_is_told_so() -> None:
+    room = limits.Headroom(5 << 30, 8 << 30, "a test")
+    error = limits.exhausted("reserving 1 MiB failed: No space left on device", MIB, room, code=errno.ENOSPC)
+    assert "failed: No space left on device, though 5,368,709,120 of 8,589,934,592 bytes" in str(error)
+    assert "(sysctl vm.overcommit_memory)" in str(error)
+    error = limits.exhausted(
+        "reserving 6 GiB failed: No space left on device", 6 << 30, room, code=errno.ENOSPC
+    )
+    assert ", but only 5,368,709,120 of 8,589,934,592 bytes" in str(error)
+    assert "vm.overcommit_memory" not in str(error)

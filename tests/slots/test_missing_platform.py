@@ -68,3 +68,31 @@ assert os.listdir("/proc/self/fd") == before
 @pytest.mark.parametrize("name", ["memfd_create", "eventfd"])
 def test_where_descriptors_are_short_nothing_is_refused_and_it_is_tried_again(name: str) -> None:
     subprocess.run([*warm_python(), "-c", NO_DESCRIPTOR, name], check=True, timeout=120)
+
+
+REFUSED = """
+import errno, os, sys
+import shmloader
+
+def failing(*_):
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+setattr(os, sys.argv[1], failing)
+loader = shmloader.DataLoader([1, 2])
+for call in (lambda: shmloader.Queue(2), lambda: shmloader.serve(loader, "refused", epochs=1)):
+    try:
+        call()
+    except shmloader.LoaderError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["memfd_create", "posix_fallocate"])
+def test_what_has_no_other_way_without_it_says_so(name: str) -> None:
+    why = f"on this platform: the system refuses os.{name} (Function not implemented)"
+    command = [*warm_python(), "-c", REFUSED, name]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.splitlines() == [
+        f"shmloader.Queue cannot be used {why}. Use multiprocessing.Queue",
+        f"a loader cannot be served {why}. Make one in each process",
+    ]

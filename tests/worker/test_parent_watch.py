@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import threading
 import time
 
 import psutil
@@ -63,3 +65,21 @@ def test_it_goes_on_where_it_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delattr(os, "pidfd_open")
     monkeypatch.setattr(psutil, "Process", process)
     assert exit_code_of_grandchild("has ended") == 1
+
+
+def test_a_worker_whose_watch_has_no_memory_to_begin_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a limit of address space (``ulimit -v``) there may be room for a thread's stack and no more."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", refuse)
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        parent_watch.begin(os.getppid())
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

@@ -228,3 +228,95 @@ def test_what_a_worker_cannot_unpickle_is_told_by_the_error_and_nowhere_else(
     ):
         next(iter(loader))
     assert capfd.readouterr().err == ""
+
+
+def test_without_another_process_the_error_says_which_limit_to_raise() -> None:
+    """The limit does not hold for root."""
+    python(
+        """
+        import multiprocessing.popen_fork, os, resource
+        from loading import Numbered
+        from shmloader import DataLoader, OwnProcess
+        loader, own = DataLoader(Numbered(8), num_workers=2), OwnProcess([1, 2])
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.setresuid(65534, 65534, 0)
+        limits = resource.getrlimit(resource.RLIMIT_NPROC)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, limits[1]))
+        try:
+            iter(loader)
+        except BlockingIOError as error:
+            note, = error.__notes__
+            assert "Worker 0 has no process" in note and "pids.max" in note, note
+        else:
+            raise AssertionError
+        try:
+            next(iter(own))
+        except BlockingIOError as error:
+            assert "The list has no process" in error.__notes__[0], error.__notes__
+        else:
+            raise AssertionError
+        resource.setrlimit(resource.RLIMIT_NPROC, limits)
+        if is_root:
+            os.seteuid(0)
+            os.setresuid(0, 0, 0)
+        assert len(list(loader)) == 8
+        """
+    )
+
+
+def test_a_worker_that_cannot_start_its_threads_is_an_error_that_says_so() -> None:
+    python(
+        """
+        import resource, threading
+        from loading import Numbered
+        from shmloader import DataLoader, WorkerDied
+        loader = DataLoader(Numbered(8), num_workers=1)
+        with open("/proc/self/statm") as file:
+            used_nbytes = int(file.read().split()[0]) * 4096
+        threading.stack_size(2 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (1 << 30), -1))
+        try:
+            list(loader)
+        except WorkerDied as error:
+            assert "This has ended it:" in str(error) and "can't start new thread" in str(error), error
+        else:
+            raise AssertionError
+        """
+    )
+
+
+def test_an_exception_that_ends_a_worker_is_told_by_the_error_and_its_own_output() -> None:
+    """It keeps its batches, and has no address space left to move them to."""
+    printed = python(
+        """
+        import os, resource
+        from loading import Numbered
+        from shmloader import DataLoader, WorkerDied
+        from torch.utils.data import default_collate
+
+        kept = []
+
+        def keep(samples):
+            kept.append(default_collate(samples))
+            if len(kept) == 3:
+                with open("/proc/self/statm") as file:
+                    used_nbytes = int(file.read().split()[0]) * 4096
+                resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (8 << 20), -1))
+            return kept[-1]
+
+        os.dup2(1, 2)
+        got = []
+        try:
+            for batch in DataLoader(Numbered(32, items=1 << 20), 4, num_workers=1, collate_fn=keep):
+                got.append(int(batch[0, 0]))
+        except WorkerDied as error:
+            assert error.exit_code == 1, error
+            assert got == [0, 4], got
+            told = "This has ended it:", "SharedMemoryExhausted: mapping", "It held", "[8, 9, 10, 11]"
+            assert all(words in str(error) for words in told), error
+        else:
+            raise AssertionError(got)
+        """
+    )
+    assert "SharedMemoryExhausted: mapping" in printed
