@@ -156,6 +156,10 @@ class Lifecycle:
             self.expect(error)
             raise
 
+    def is_expected(self, error: BaseException) -> bool:
+        """Whether an exception is the one that was marked last: see `expect`."""
+        return error is self._expected
+
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
         if not self._lock.acquire(blocking=False):

@@ -226,8 +226,9 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
+            is_from_outside = not (isinstance(error, Exception) or lifecycle.is_expected(error))
             lifecycle.fail(error)
-            if progress is not None and not isinstance(error, Exception):
+            if progress is not None and is_from_outside:
                 progress.take_back(self._done_before)
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if interrupts.is_led_to_by_close(error, self._all_workers.interrupted):
@@ -340,7 +341,9 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 batch = self._take_report(batch)
             if delivery is not None and finish_copy is None and batch is not LEFT_OUT:
                 batch = delivery.deliver(batch, place)
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or self._lifecycle.is_expected(error)):
+                raise  # Ctrl-C, not what a sample raised
             self._note_done(position, worker_id, report, returned=False)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
                 self._progress.end(self._scheduler.states_before_early)

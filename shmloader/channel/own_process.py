@@ -105,8 +105,8 @@ class OwnProcess(IterableDataset[Any]):
         context = self.multiprocessing_context
         if context is None or isinstance(context, str):
             context = multiprocessing.get_context(context)
-        items = Queue(self.maxsize)
-        arguments = (items, self._draw_seed(), os.getpid())
+        items, main_pid = Queue(self.maxsize), os.getpid()
+        arguments = (items, self._draw_seed(), main_pid)
         process = context.Process(target=self._run, args=arguments, daemon=True)
         try:
             process.start()
@@ -120,10 +120,11 @@ class OwnProcess(IterableDataset[Any]):
                 raise restore(item.failure)
         finally:
             items.close()
-            for end in (lambda: None, process.terminate, process.kill):
-                end()
-                process.join(_END_S)
-            process.close()
+            if os.getpid() == main_pid:  # a fork of this process has the iterator too, and no child
+                for end in (lambda: None, process.terminate, process.kill):
+                    end()
+                    process.join(_END_S)
+                process.close()
 
     def _run(self, items: Queue, seed: int, main_pid: int) -> None:
         """Iterate over the dataset; runs in its process."""

@@ -86,7 +86,9 @@ class Stream:
                 sample = next(self)
             except StopIteration:
                 break
-            except Exception as error:
+            except BaseException as error:
+                if _may_be_ctrl_c(error):
+                    raise
                 in_a_row += 1
                 if not raised and (not tolerant or in_a_row >= bad_samples.MOST_IN_A_ROW):
                     add_note(error, "raised while samples that the program has had were drawn again")
@@ -279,9 +281,9 @@ class _StrideFetcher(_StreamFetcher):
             try:
                 self._draw(min(self._rules.stream.ranks, end - self.drawn))
                 in_a_row = 0
-            except Exception:
+            except BaseException as error:
                 in_a_row += 1  # the worker that has the group raises it
-                if in_a_row >= bad_samples.MOST_IN_A_ROW:
+                if in_a_row >= bad_samples.MOST_IN_A_ROW or _may_be_ctrl_c(error):
                     raise
 
     def _draw(self, count: int) -> list[Any]:
@@ -353,6 +355,11 @@ class _IterableFetcher(_StreamFetcher):
         self._bad.append(bad_samples.describe(error, position, of_stream=True))
         forget_frames(error)
         return True
+
+
+def _may_be_ctrl_c(error: BaseException) -> bool:
+    """Whether an exception may be none of the sample: such ones come without workers only."""
+    return not isinstance(error, Exception) and get_worker_info() is None
 
 
 def _say_position(error: BaseException, position: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -162,6 +163,17 @@ def test_leaving_early_ends_the_process() -> None:
     pid = next(items)["pid"]
     items.close()
     assert not psutil.pid_exists(pid)
+
+
+def test_a_forked_process_leaves_the_items_to_this_one() -> None:
+    """It has a copy of the iterator, but the dataset's process is not its child."""
+    items = iter(OwnProcess(Numbers(5), 2))
+    next(items)
+    fork = multiprocessing.get_context("fork").Process(target=items.close)
+    fork.start()
+    fork.join()
+    assert fork.exitcode == 0
+    assert len(list(items)) == 4
 
 
 class Says(Numbers):
