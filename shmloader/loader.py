@@ -170,8 +170,8 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the loader's own options if Lightning rebuilds a subclass that takes ``**kwargs``."""
         super().__init_subclass__(**kwargs)
-        ours = inspect.signature(DataLoader.__init__).parameters
-        list_options(cls, {name: option for name, option in ours.items() if name not in _TORCHS})
+        ours = list(inspect.signature(DataLoader.__init__).parameters.items())[1:]  # "self" may have any name
+        list_options(cls, {name: option for name, option in ours if name not in _TORCHS})
 
     def __init__(
         self,

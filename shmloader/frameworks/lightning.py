@@ -72,6 +72,9 @@ def _save(save: Any, loop: Any) -> Any:
             loading, ahead = loading_of(loader), len(getattr(loop._data_fetcher, "batches", ()))  # noqa: SLF001
             if loop.epoch_loop.batch_progress.is_last_batch:
                 states[place] = loading.state_after_epoch(loop.epoch_progress.current.started)
+            elif state["finished"] and loop.epoch_loop.batch_progress.current.ready:
+                # In a CombinedLoader of mode "max_size": others go on, and nothing more of it comes.
+                states[place] = loading.state_dict(loading.states.readers.returned)
             elif ahead:  # it reads loaders without a length ahead
                 states[place] = loading.state_dict(max(loading.states.readers.returned - ahead, 0))
             warn_of_one_rank(loader, states[place], "Lightning")

@@ -48,8 +48,11 @@ class Mixed(Library, shmloader.DataLoader):
 
 
 class Stream(IterableDataset):
+    def __init__(self, count: int = 6) -> None:
+        self.count = count
+
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([float(number)]) for number in range(6))
+        return (torch.tensor([float(number)]) for number in range(self.count))
 
 
 class Large(Rows):
@@ -337,3 +340,29 @@ def test_a_checkpoint_has_the_state_before_the_batch_that_was_read_ahead(tmp_pat
             places.clear()
             fit(Saves(), loader)
             assert places == [(1, False), (2, False), (3, False), (4, False), (5, False), (6, True)]
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_a_loader_that_is_through_before_the_others_stays_so_when_a_run_goes_on(
+    sized: bool, tmp_path: Path
+) -> None:
+    """The checkpoint after six of ten batches comes when the short one of two loaders had its three."""
+
+    class Pairs(Model):
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            self.seen.append([part if part is None else part.flatten().tolist() for part in batch])
+            return self.layer(batch[1]).mean()
+
+    def run(folder: Path, max_steps: int, checkpoint: Path | None = None) -> list[Any]:
+        long = DataLoader(Rows(20) if sized else Stream(20), batch_size=2, num_workers=1)
+        generator = torch.Generator().manual_seed(2)
+        short = DataLoader(Rows(6), batch_size=2, num_workers=1, shuffle=True, generator=generator)
+        model = Pairs()
+        pairs = CombinedLoader([short, long], "max_size")
+        _trainer(folder, max_steps).fit(model, pairs, ckpt_path=checkpoint)
+        return model.seen
+
+    with shmloader.install(stateful=True):
+        whole, begun = run(tmp_path / "whole", 20), run(tmp_path, 6)
+        assert (whole[5][0], begun) == (None, whole[:6])
+        assert run(tmp_path, 20, tmp_path / "six.ckpt") == whole[6:]

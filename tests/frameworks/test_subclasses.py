@@ -175,6 +175,24 @@ def test_the_signature_of_a_variadic_subclass_lists_the_options() -> None:
     assert Variadic(Rows()).on_error == "skip"
 
 
+def of_a_named_loader(loader: Any, rows: int, batch_size: int = 1, **kwargs: Any) -> None:
+    shmloader.DataLoader.__init__(loader, Rows(rows), batch_size, **kwargs)
+
+
+def of_any_arguments(*args: Any, **kwargs: Any) -> None:
+    shmloader.DataLoader.__init__(args[0], Rows(args[1]), **kwargs)
+
+
+@pytest.mark.parametrize("init", [of_a_named_loader, of_any_arguments])
+def test_a_constructor_may_call_its_loader_otherwise_than_self(init: Any) -> None:
+    kind = type("Kind", (shmloader.DataLoader,), {"__init__": init})
+    parameters = inspect.signature(kind.__init__).parameters
+    assert parameters.keys() >= OPTIONS.keys()
+    assert "self" not in parameters
+    loader = kind(3, on_error="skip")
+    assert (len(loader), loader.on_error) == (3, "skip")
+
+
 def test_a_subclass_of_a_subclass_is_not_wrapped_twice() -> None:
     assert type("Again", (Variadic,), {}).__init__ is Variadic.__init__
 
