@@ -349,14 +349,18 @@ def leaves(arguments: argparse.Namespace) -> Iterator[Figure]:
 
     workers, seconds, collate = min(arguments.workers, 8), arguments.seconds, Small(LEAVES)
 
+    def forget() -> None:
+        copies_ahead.way_of.cache_clear()
+        copies_ahead.plan_of.cache_clear()
+
     def ours(large_nbytes: int) -> tuple[float, float]:
         before, copies_ahead.LARGE_NBYTES = copies_ahead.LARGE_NBYTES, large_nbytes
-        copies_ahead.plan_of.cache_clear()
+        forget()
         try:
             return measured(shmloader.DataLoader, collate, workers, seconds, keep, device="cuda")
         finally:
             copies_ahead.LARGE_NBYTES = before
-            copies_ahead.plan_of.cache_clear()
+            forget()
 
     torch_loader = torch.utils.data.DataLoader
     rates = in_turns(

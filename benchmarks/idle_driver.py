@@ -42,9 +42,9 @@ class IdleDriver(CudaDriver):
         """The default stream."""
         return 0
 
-    def allocate(self, nbytes: int, device: int) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         """Memory of the host, from its allocator."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(shape, dtype=dtype)
 
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
         """Do nothing: there is one stream."""

@@ -7,6 +7,7 @@ graph or not at all.
 
 import contextlib
 import ctypes
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -259,14 +260,15 @@ class ScriptedDriver:
             stream, lambda: ctypes.memmove(address, source, nbytes) and None, (source, source + nbytes)
         )
 
-    def allocate(self, nbytes: int, device: int) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         """Memory that was freed for the same stream is used again at once, as torch's allocator does."""
         self._check()
+        nbytes = math.prod(shape) * dtype.itemsize
         pool = self._free.setdefault((self.current[device], nbytes), [])
         memory = pool.pop() if pool else np.zeros(max(nbytes, 1), np.uint8)
         view = memory[:nbytes]
         weakref.finalize(view, pool.append, memory)
-        return torch.from_numpy(view)
+        return torch.from_numpy(view).view(dtype).view(shape)
 
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
         """Memory that another stream uses is not used again in these tests."""

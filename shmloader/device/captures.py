@@ -18,9 +18,6 @@ import torch
 
 from shmloader.patches import Patches
 
-_OTHERS = ("cupy", "warp")
-"""Packages that may capture on a stream of torch's without torch."""
-
 
 class Captures:
     """Counts the graphs that torch captures, and tells whether others may be captured."""
@@ -28,7 +25,7 @@ class Captures:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         """Held while torch begins a capture, and for calls that one must not meet; again by a finalizer."""
-        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._open: set[weakref.ref[Any]] = set()  # graphs
         self._met = False
         self._patches = Patches()
 
@@ -38,31 +35,36 @@ class Captures:
         self._patches.wrap(kind, "capture_end", self._end)
 
     def _begin(self, begin: Callable[..., Any], graph: Any, *arguments: Any, **options: Any) -> Any:
+        opened = weakref.ref(graph, self._open.discard)
         with self.lock:
-            self._open.add(graph)
+            self._open.add(opened)
             try:
                 return begin(graph, *arguments, **options)
             except BaseException:
-                self._open.discard(graph)
+                self._open.discard(opened)
                 raise
 
     def _end(self, end: Callable[..., Any], graph: Any, *arguments: Any, **options: Any) -> Any:
         try:
             return end(graph, *arguments, **options)
         finally:
-            self._open.discard(graph)
+            self._open.discard(weakref.ref(graph))
 
     def is_begun(self) -> bool:
         """Whether torch captures a graph, in any thread."""
-        return len(self._open) > 0
+        return bool(self._open)
 
     def note_other(self) -> None:
         """Note that a capture was found that torch has not begun since this object counts."""
         self._met = True
 
     def may_be_others(self) -> bool:
-        """Whether streams have to be asked for captures that are not counted."""
-        return self._met or not sys.modules.keys().isdisjoint(_OTHERS)
+        """Whether streams have to be asked: one was met, or a package that uses torch's streams is here."""
+        return self._met or "cupy" in sys.modules or "warp" in sys.modules
+
+    def may_be_open(self) -> bool:
+        """Whether any is: of torch's, or one that is not counted."""
+        return bool(self._open) or self.may_be_others()
 
 
 @functools.cache

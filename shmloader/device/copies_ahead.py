@@ -43,7 +43,7 @@ MOST_RUN_NBYTES = 8 << 20
 
 _MOST_GAP_NBYTES = 4096
 _MOST_KNOWN = 64
-_MOST_KNOWN_NBYTES = 1 << 15  # longer structures and tables hold data or many shapes, and do not repeat
+_MOST_KNOWN_NBYTES = 1 << 15  # longer headers and tables hold data or many shapes, and do not repeat
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -53,12 +53,17 @@ class Run(NamedTuple):
 
     begin: int  # bytes from the slot's start to the first
     nbytes: int
-    space_nbytes: int  # bytes that are allocated
+    # Of the tensor that is allocated for them: the leaf itself, if it is alone; else bytes.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     # Their places among all leaves, with dtype, shape, strides, and offset in items.
     places: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
 
     def unpack(self, memory: torch.Tensor, leaves: list[Any]) -> None:
         """Put the leaves in their places; each is a tensor by itself, and not a view, for autograd."""
+        if len(self.places) == 1:
+            leaves[self.places[0][0]] = memory
+            return
         typed: dict[torch.dtype, torch.Tensor] = {}
         for place, dtype, shape, strides, offset in self.places:
             whole = typed.get(dtype)
@@ -122,18 +127,25 @@ def _run(group: list[int], leaves: list[Leaf]) -> Run:
         leaf = leaves[place]
         dtype, offset = DTYPES[leaf.code].torch_dtype, leaf.offset - begin
         places.append((place, dtype, leaf.shape, row_major(leaf.shape), offset // dtype.itemsize))
-    return Run(begin, nbytes, nbytes if alone else -(-nbytes // ALIGNMENT) * ALIGNMENT, places)
+    if alone:
+        return Run(begin, nbytes, places[0][2], places[0][1], places)
+    return Run(begin, nbytes, (-(-nbytes // ALIGNMENT) * ALIGNMENT,), torch.uint8, places)
 
 
 def _nbytes(leaf: Leaf) -> int:
     return math.prod(leaf.shape) * DTYPES[leaf.code].carrier.itemsize
 
 
-_known_structure = functools.lru_cache(_MOST_KNOWN)(structure_of)
-
-
 def _known(function: Any, key: bytes) -> Any:
     return function(key) if len(key) <= _MOST_KNOWN_NBYTES else function.__wrapped__(key)
+
+
+@functools.lru_cache(_MOST_KNOWN)
+def way_of(header: bytes) -> tuple[Callable[[list[Any]], Any], Plan] | None:
+    """What joins the leaves of batches with a header, and their plan; None if they have other objects."""
+    table = table_of(header)
+    join = structure_of(header[: -4 - len(table)])
+    return None if join is None else (join, _known(plan_of, table))
 
 
 class DeviceBatches:
@@ -160,20 +172,18 @@ class DeviceBatches:
         lease, extent = place.lease, place.extent
         if lease is None or lease() is not anchor or extent is None or not is_pinned(extent):
             return None  # if it was spilled, the slot may be another batch's by now
-        table = table_of(header)
-        structure = header[: -4 - len(table)]
-        join = _known(_known_structure, structure)
-        if join is None:
+        way = _known(way_of, header)
+        if way is None:
             return None
-        plan: Plan = _known(plan_of, table)
+        join, plan = way
         driver, device = self._driver, self._device
         side = self._side = self._side or self.guard.create_stream(device)
         stream = driver.current_stream(device)
-        memories = [driver.allocate(run.space_nbytes, device) for run in plan.runs]
+        memories = [driver.allocate(run.shape, run.dtype, device) for run in plan.runs]
         allocated = driver.record(stream, device)
         driver.wait(side, allocated)
         driver.recycle(allocated)
-        address = anchor.ctypes.data
+        address = extent.address
         # The memory too: if the batch is never returned, it must not be used again before the copy is done.
         held = self.guard.hold((anchor, memories))
         try:

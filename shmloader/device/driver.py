@@ -11,13 +11,14 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from shmloader.device.captures import counted
+from shmloader.device.captures import Captures, counted
 
 _NOT_READY = 600
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
@@ -88,6 +89,36 @@ class Event:
     device: int
 
 
+class _On:
+    """`CudaDriver.on`; a class, since a generator would take as long as the calls."""
+
+    __slots__ = ("_ask", "_captures", "_context", "_relax", "_relaxed")
+
+    def __init__(self, captures: Captures, ask: Any, context: c_void_p, relax: Any) -> None:
+        self._captures, self._ask, self._context, self._relax = captures, ask, context, relax
+        self._relaxed: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        found = c_void_p()
+        self._captures.lock.acquire()
+        try:
+            self._ask(byref(found))
+            if found.value != self._context.value or self._captures.may_be_open():
+                relaxed = self._relax(self._context)
+                relaxed.__enter__()
+                self._relaxed = relaxed
+        except BaseException:
+            self._captures.lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._relaxed is not None:
+                self._relaxed.__exit__(None, None, None)
+        finally:
+            self._captures.lock.release()
+
+
 class CudaDriver:
     """The calls that slots make of this process's CUDA devices.
 
@@ -103,6 +134,8 @@ class CudaDriver:
         for name, arguments in SIGNATURES.items():
             kind = ctypes.CFUNCTYPE if name in _WAITING else ctypes.PYFUNCTYPE
             self._calls[name] = kind(c_int, *arguments)((name, library))
+        self._record, self._wait = self._calls["cuEventRecord"], self._calls["cuStreamWaitEvent"]
+        self._query, self._copy = self._calls["cuEventQuery"], self._calls["cuMemcpyHtoDAsync_v2"]
         self._captures = counted()
         self._asked_all = False  # for captures that were begun before those were counted
         self._home: int | None = None
@@ -119,26 +152,21 @@ class CudaDriver:
             self._ordinals.append(ordinal.value)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        code = self._calls[name](*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._calls["cuGetErrorName"](code, byref(text))
-            raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
+        if code := self._calls[name](*arguments):
+            self._fail(name, code)
 
-    @contextlib.contextmanager
-    def on(self, device: int) -> Iterator[None]:
+    def _fail(self, name: str, code: int) -> NoReturn:
+        text = ctypes.c_char_p()
+        self._calls["cuGetErrorName"](code, byref(text))
+        raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
+
+    def on(self, device: int) -> AbstractContextManager[None]:
         """Have a device's primary context current, for quick calls; torch begins no capture meanwhile.
 
         While one is open anyway, calls are allowed that it would forbid to other threads.
         """
-        found, context = c_void_p(), self._context(device)
-        with self._captures.lock:
-            self._call("cuCtxGetCurrent", byref(found))
-            if found.value == context.value and not self._may_be_captured():
-                yield
-            else:
-                with self._relaxed(context):
-                    yield
+        context = self._contexts.get(device) or self._context(device)
+        return _On(self._captures, self._calls["cuCtxGetCurrent"], context, self._relaxed)
 
     @contextlib.contextmanager
     def _relaxed(self, context: c_void_p) -> Iterator[None]:
@@ -215,12 +243,9 @@ class CudaDriver:
 
     # --- captures
 
-    def _may_be_captured(self) -> bool:
-        return self._captures.is_begun() or self._captures.may_be_others()
-
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
-        return self._may_be_captured() and is_capturing()
+        return self._captures.may_be_open() and is_capturing()
 
     def captures_open(self) -> bool:
         """Whether torch captures a graph, or a stream that can be asked does."""
@@ -280,14 +305,15 @@ class CudaDriver:
     def record(self, stream: int, device: int) -> Event:
         """An event after everything that is queued on a stream now."""
         event = self._new_event(device)
-        self._call("cuEventRecord", event.handle, stream)
+        if code := self._record(event.handle, stream):
+            self._fail("cuEventRecord", code)
         return event
 
     def is_done(self, event: Event) -> bool:
         """Whether the work before an event is done. Does not wait."""
-        code = self._calls["cuEventQuery"](event.handle)
+        code = self._query(event.handle)
         if code not in (0, _NOT_READY):
-            self._call("cuEventQuery", event.handle)  # raises
+            self._fail("cuEventQuery", code)
         return bool(code == 0)
 
     def recycle(self, event: Event) -> None:
@@ -296,23 +322,27 @@ class CudaDriver:
 
     def wait(self, stream: int, event: Event) -> None:
         """Make all work that is queued on a stream from now on wait for an event."""
-        self._call("cuStreamWaitEvent", stream, event.handle, 0)
+        if code := self._wait(stream, event.handle, 0):
+            self._fail("cuStreamWaitEvent", code)
 
     def copy(self, address: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy to a device's memory; ``source`` is read when the stream comes to it."""
-        self._call("cuMemcpyHtoDAsync_v2", address, source, nbytes, stream)
+        if code := self._copy(address, source, nbytes, stream):
+            self._fail("cuMemcpyHtoDAsync_v2", code)
 
     def current_stream(self, device: int) -> int:
         """The calling thread's current stream."""
         return int(torch.cuda.current_stream(device).cuda_stream)
 
-    def allocate(self, nbytes: int, device: int) -> torch.Tensor:
-        """Uninitialised bytes on a device, of the caching allocator's memory for the current stream.
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
+        """An uninitialised tensor on a device, of the caching allocator's memory for the current stream.
 
-        They are for a batch that may be used outside of the ``inference_mode`` in which it is copied ahead.
+        It is for a batch that may be used outside of the ``inference_mode`` in which it is copied ahead.
         """
-        with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.allocate(shape, dtype, device)
+        return torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
 
     def use_on_current_stream(self, tensor: torch.Tensor) -> None:
         """Tell the caching allocator that the current stream uses memory that another one has allocated."""

@@ -132,7 +132,8 @@ def unpin(extent: Extent) -> None:
 
 def is_pinned(extent: Extent) -> bool:
     """Whether a mapping is page-locked by `pin`."""
-    return isinstance(extent.owner, Registration) and extent.owner.address is not None
+    owner = extent.owner
+    return isinstance(owner, Registration) and owner.address is not None
 
 
 def pinned_nbytes() -> int:

@@ -104,15 +104,14 @@ class Delivery:
     def _begin_next(self, batches: DeviceBatches) -> None:
         """Begin to copy the batch that will be returned next, if it is here. Inside `on`."""
         table = self._table
-        due = table.due()
-        if due is not None and due.state is PlaceState.MAKING:
-            self._exchange.look_at(due.worker_id)
-        place = table.next_arrived(in_order=self._in_order)
+        place = table.due()
+        if place is None or place.state is PlaceState.MAKING:
+            if place is not None:
+                self._exchange.look_at(place.worker_id)
+            place = table.next_arrived(in_order=self._in_order)
         if place is None or place.seq in self._taken or place.flags & (REPORTED | SPILLED):
             return
         with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
-            if not table.can_lease(waits=False):  # the program has its own batch to work on
-                return
             anchor, header = table.take(place, early=True)
             self._taken[place.seq] = anchor, header, None
             self._taken[place.seq] = anchor, header, batches.begin(place, anchor, header)

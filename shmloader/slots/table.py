@@ -174,7 +174,7 @@ class PlaceTable(SlotMemory):
         There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
         allows it. The worker may grow the slot to its ``limit_nbytes``.
         """
-        if self._released or self.is_guarded:
+        if self._released:
             self.collect(at_once=False)
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
@@ -238,7 +238,7 @@ class PlaceTable(SlotMemory):
             place.add_piece(total_nbytes, np.frombuffer(self.map(place).buffer, np.uint8)[:piece_nbytes])
 
     def take(self, place: Place, *, early: bool = False) -> tuple[ByteArray, bytes]:
-        """Take out a batch that has arrived, to return it; ``early`` means that `finish` is called later.
+        """Take out a batch that has arrived, to return it; ``early``, without a wait: `finish` comes later.
 
         Returns the anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over
         it: the place is free again when all arrays and tensors made over the anchor are gone too. If the
@@ -248,15 +248,16 @@ class PlaceTable(SlotMemory):
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         seq, begin, end = place.seq, place.header_begin, place.header_end
         self.taken = place
-        if place.pieces is None and self.can_lease():
+        if place.pieces is None and self.can_lease(waits=not early):
             extent = place.extent if place.ready else self._make_ready(place)
             assert extent is not None
             header = bytes(extent.view[begin:end])
             anchor = place.lease_to(extent, self._released.append)
             self.kept += 1
             self.tasks -= 1
+        elif early:
+            raise MemoryError("a batch is not copied to be taken early")
         else:
-            assert not early
             anchor = self._spill(place) if place.pieces is None else place.pieces
             header = anchor[begin:end].tobytes()
             self._end(place)

@@ -414,10 +414,10 @@ def test_memory_that_is_allocated_ahead_in_inference_mode_can_be_trained_on(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda nbytes, dtype, device: empty(nbytes, dtype=dtype))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: empty(shape, dtype=dtype))
     with torch.inference_mode():
         assert torch.empty(4, torch.uint8, None).is_inference()
-        assert not driver.allocate(4, 1).is_inference()
+        assert not driver.allocate((4,), torch.uint8, 1).is_inference()
 
 
 def test_an_older_driver_and_no_driver_are_told_apart(

@@ -25,7 +25,7 @@ from shmloader.codec.layout import (
     pack_row,
 )
 from shmloader.device import copies_ahead, guard, pinned
-from shmloader.device.copies_ahead import DeviceBatches, plan_of
+from shmloader.device.copies_ahead import DeviceBatches, plan_of, way_of
 from shmloader.device.driver import DriverError, Event
 from shmloader.device.guard import DeviceGuard
 from shmloader.device.moving import is_plain, to_device
@@ -270,13 +270,14 @@ def test_one_copy_takes_no_more_than_its_limit() -> None:
 def test_plans_of_many_shapes_are_not_kept(driver: ScriptedDriver, table: PlaceTable) -> None:
     """They would be hundreds of MB, and shapes that differ from batch to batch do not come again."""
     plan_of.cache_clear()
+    way_of.cache_clear()
     for leaves in (10, 1500):
         place, anchor, header = _leaves(table, *map(torch.ones, range(leaves)))
         batch = _sent(table, place, anchor, header)
         del anchor
         driver.drain()
         assert [len(tensor) for tensor in batch] == list(range(leaves))
-    assert plan_of.cache_info().currsize == 1
+    assert plan_of.cache_info().currsize == way_of.cache_info().currsize == 1
 
 
 def test_arrays_stay_and_are_guarded(driver: ScriptedDriver, table: PlaceTable) -> None:
@@ -331,7 +332,7 @@ def test_a_batch_whose_slot_is_not_locked_is_not_sent(driver: ScriptedDriver, ta
 
 def _use_memory_meanwhile(driver: ScriptedDriver) -> None:
     """Let the program write to new memory before the copies are done: they must go to another place."""
-    tensor = driver.allocate(16, 0)
+    tensor = driver.allocate((16,), torch.uint8, 0)
     tensor.fill_(9)
     driver.drain()
     assert tensor.tolist() == [9] * 16
@@ -346,7 +347,7 @@ def test_memory_of_a_batch_that_nobody_takes_is_kept_for_its_copy(
     del anchor
     _use_memory_meanwhile(driver)
     table.collect()
-    copied_to = driver.allocate(16, 0)
+    copied_to = driver.allocate((16,), torch.uint8, 0)
     assert copied_to.view(torch.float32).tolist() == [1] * 4  # it is used again after the copy
 
 

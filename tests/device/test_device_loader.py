@@ -500,10 +500,10 @@ def test_a_copy_that_fails_ahead_fails_in_its_place(
 ) -> None:
     allocate, calls = driver.allocate, itertools.count()
 
-    def refuse(nbytes: int, device: int) -> torch.Tensor:
+    def refuse(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> torch.Tensor:
         if next(calls) in {3, 4, 5}:
             raise kind("no memory on the device")
-        return allocate(nbytes, device)
+        return allocate(shape, dtype, device)
 
     monkeypatch.setattr(driver, "allocate", refuse)
     with DataLoader(Samples(), batch_size=4, num_workers=1, device="cuda", prefetch_factor=4) as loader:
