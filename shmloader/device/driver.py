@@ -220,7 +220,10 @@ class CudaDriver:
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
-        return self._may_be_captured() and is_capturing()
+        captures = is_capturing()
+        if captures and not self._captures.is_begun():
+            self._captures.note_other()
+        return captures
 
     def captures_open(self) -> bool:
         """Whether torch captures a graph, or a stream that can be asked does."""
@@ -284,9 +287,11 @@ class CudaDriver:
         return event
 
     def is_done(self, event: Event) -> bool:
-        """Whether the work before an event is done. Does not wait."""
+        """Whether the work before an event is done, as far as it may be asked now. Does not wait."""
         code = self._calls["cuEventQuery"](event.handle)
-        if code not in (0, _NOT_READY):
+        if code in _CAPTURE_ERRORS:  # another thread's, of a package that nobody knew of
+            self._captures.note_other()
+        elif code not in (0, _NOT_READY):
             self._call("cuEventQuery", event.handle)  # raises
         return bool(code == 0)
 

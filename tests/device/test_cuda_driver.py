@@ -19,6 +19,7 @@ import torch
 from shmloader.device import driver as drivers
 from shmloader.device.captures import Captures, counted
 from shmloader.device.driver import CudaDriver, DriverError, Event, open_driver
+from shmloader.device.guard import DeviceGuard
 
 HEADERS = [Path(root) / "include/cuda.h" for root in ("/usr/local/cuda", "/usr")]
 HEADER = next((path for path in HEADERS if path.exists()), None)
@@ -238,9 +239,12 @@ def test_errors_have_the_drivers_name(library: Library, driver: CudaDriver) -> N
     event = Event(ctypes.c_void_p(1), 1)
     library.answer(600)
     assert not driver.is_done(event)
+    library.answer(700)
+    with pytest.raises(DriverError, match="cuEventQuery"):
+        driver.is_done(event)
     library.answer(900)
     with pytest.raises(DriverError) as caught:
-        driver.is_done(event)
+        driver.synchronize()
     assert caught.value.is_of_capture
     library.answer(700)
     with pytest.raises(DriverError, match="cuCtxRecordEvent"):
@@ -299,6 +303,36 @@ def test_an_event_that_meets_a_capture_is_tried_again_after_it(library: Library,
         assert driver.record_all(1) is None
         library.capture(-1)
         assert driver.record_all(1) is not None
+
+
+def test_a_question_that_a_capture_forbids_is_asked_again(library: Library, driver: CudaDriver) -> None:
+    """Of a package that nobody knew of, in another thread: the device's work has not failed."""
+    assert not driver.captures_open()
+    guard = DeviceGuard(driver)
+    held = guard.hold(None)
+    with driver.on(1):
+        guard.record_end(held, BIG, 1)
+    library.make_current(CONTEXT)
+    library.answer(900)
+    guard.drop_copied(at_once=True)
+    assert guard.is_busy()
+    library.answer(0)
+    library.names()
+    guard.drop_copied(at_once=True)
+    assert not guard.is_busy()
+    assert library.names() == ["current", "push", "mode", "query", "mode", "pop"]  # it forbids that no more
+
+
+def test_a_capture_of_others_on_the_current_stream_is_seen(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of a batch would become a part of its graph."""
+    assert not driver.captures_open()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert driver.is_capturing()
+    assert not driver.is_capturing()
+    assert driver._captures.may_be_others()
 
 
 class Graph:
