@@ -142,11 +142,12 @@ class DeviceBatches:
     def __init__(self, guard: DeviceGuard, device: int) -> None:
         self.guard = guard
         self._driver = guard.driver
+        self.lock = guard.driver.lock
         self._device = device
         self._side = 0  # the stream of copies, once there is one
 
     def on(self) -> AbstractContextManager[None]:
-        """For the calls below, and for what they return: see `CudaDriver.on`."""
+        """For the calls below, and for what they return, inside of `lock`: see `CudaDriver.on`."""
         return self._driver.on(self._device)
 
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:

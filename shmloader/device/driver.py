@@ -94,7 +94,8 @@ class CudaDriver:
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
     Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
-    `AttributeError` if it lacks a function. What is called for each batch has to be called inside of `on`.
+    `AttributeError` if it lacks a function. What is called for each batch has to be called inside of
+    ``with driver.lock, driver.on(device)``.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -104,6 +105,8 @@ class CudaDriver:
             kind = ctypes.CFUNCTYPE if name in _WAITING else ctypes.PYFUNCTYPE
             self._calls[name] = kind(c_int, *arguments)((name, library))
         self._captures = counted()
+        self.lock = self._captures.lock
+        """For `on`, in a statement of the caller: a traceback that is kept would keep a generator's."""
         self._asked_all = False  # for captures that were begun before those were counted
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
@@ -127,18 +130,17 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Have a device's primary context current, for quick calls; torch begins no capture meanwhile.
+        """Have a device's primary context current. Inside of `lock`: torch begins no capture meanwhile.
 
         While one is open anyway, calls are allowed that it would forbid to other threads.
         """
         found, context = c_void_p(), self._context(device)
-        with self._captures.lock:
-            self._call("cuCtxGetCurrent", byref(found))
-            if found.value == context.value and not self._may_be_captured():
+        self._call("cuCtxGetCurrent", byref(found))
+        if found.value == context.value and not self._may_be_captured():
+            yield
+        else:
+            with self._relaxed(context):
                 yield
-            else:
-                with self._relaxed(context):
-                    yield
 
     @contextlib.contextmanager
     def _relaxed(self, context: c_void_p) -> Iterator[None]:
@@ -230,7 +232,7 @@ class CudaDriver:
         if self.is_capturing():
             return True
         for device in self.active_devices():
-            with self.on(device):
+            with self.lock, self.on(device):
                 if self._is_captured(device):
                     return True
         self._asked_all = True

@@ -4,6 +4,7 @@ The compiler refuses a function whose parameters are not those of ``cuda.h``; th
 hands them. So a wrong type, order or width of an argument is found without a device.
 """
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
@@ -160,7 +161,7 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     assert driver.active_devices() == [1]
     driver.register(BIG, LONG)
     driver.unregister(BIG)
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         driver.copy(BIG + 1, BIG + 2, LONG, BIG + 3)
         event = driver.record(BIG + 4, 1)
         driver.wait(BIG + 5, event)
@@ -169,7 +170,7 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     driver.destroy_stream(stream, 1)
     driver.synchronize()
     driver.recycle(event)
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         assert driver.record_all(1) is event
     handle = 0x6000000000000
     assert library.take() == [
@@ -212,11 +213,11 @@ def test_a_context_that_is_current_is_not_made_so_again(library: Library, driver
     library.take()
     for context, names in zip((CONTEXT - 1, CONTEXT), around, strict=True):
         library.make_current(context)
-        with driver.on(1):
+        with driver.lock, driver.on(1):
             driver.recycle(driver.record(BIG, 1))
         assert library.names() == names
     driver._captures.note_other()
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         driver.recycle(driver.record(BIG, 1))
     assert library.names() == around[0]  # a capture elsewhere may forbid calls to this thread
 
@@ -295,7 +296,7 @@ def test_a_capture_from_before_they_were_counted_is_found(library: Library, driv
 def test_an_event_that_meets_a_capture_is_tried_again_after_it(library: Library, driver: CudaDriver) -> None:
     """Of a package that nobody knew of: its capture has ended, and from now on all streams are asked."""
     assert not driver.captures_open()
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         library.answer(900)
         assert driver.record_all(1) is None
         library.answer(0)
@@ -310,7 +311,7 @@ def test_a_question_that_a_capture_forbids_is_asked_again(library: Library, driv
     assert not driver.captures_open()
     guard = DeviceGuard(driver)
     held = guard.hold(None)
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         guard.record_end(held, BIG, 1)
     library.make_current(CONTEXT)
     library.answer(900)
@@ -360,7 +361,7 @@ def test_captures_of_torchs_graphs_are_counted(library: Library, driver: CudaDri
     library.take()
     for graph in graphs:
         assert driver.captures_open()
-        with driver.on(1):
+        with driver.lock, driver.on(1):
             assert driver.record_all(1) is None
         graph.capture_end()
     assert not driver.captures_open()
@@ -385,15 +386,41 @@ def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> 
         graph.capture_begin()
         order.append("begun")
 
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         thread = threading.Thread(target=capture)
         thread.start()
         thread.join(0.05)
-        with driver.on(1):  # of a finalizer in this thread
+        with driver.lock, driver.on(1):  # of a finalizer in this thread
             assert driver.record_all(1) is not None
         order.append("recorded")
     thread.join()
     assert order == ["recorded", "begun"]
+
+
+def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(driver: CudaDriver) -> None:
+    """It comes inside of contextlib, whose frame keeps the generator of `on` as it is."""
+    before = sys.gettrace()
+
+    def interrupt(frame: FrameType, *_: object) -> None:
+        if frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == contextlib.__file__:
+            raise KeyboardInterrupt
+
+    def make_a_call() -> None:
+        with driver.lock, driver.on(1):
+            driver.recycle(driver.record(BIG, 1))
+
+    try:
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            make_a_call()
+    finally:
+        sys.settrace(before)
+    free: list[bool] = []
+    thread = threading.Thread(target=lambda: free.append(driver.lock.acquire(timeout=1)))
+    thread.start()
+    thread.join()
+    assert free == [True]
+    assert caught.tb is not None
 
 
 def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
