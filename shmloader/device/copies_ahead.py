@@ -142,9 +142,13 @@ class DeviceBatches:
     def __init__(self, guard: DeviceGuard, device: int) -> None:
         self.guard = guard
         self._driver = guard.driver
-        self.lock = guard.driver.lock
         self._device = device
         self._side = 0  # the stream of copies, once there is one
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """See `CudaDriver.lock`."""
+        return self._driver.lock
 
     def on(self) -> AbstractContextManager[None]:
         """For the calls below, and for what they return, inside of `lock`: see `CudaDriver.on`."""

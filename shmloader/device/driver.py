@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +106,6 @@ class CudaDriver:
             kind = ctypes.CFUNCTYPE if name in _WAITING else ctypes.PYFUNCTYPE
             self._calls[name] = kind(c_int, *arguments)((name, library))
         self._captures = counted()
-        self.lock = self._captures.lock
-        """For `on`, in a statement of the caller: a traceback that is kept would keep a generator's."""
         self._asked_all = False  # for captures that were begun before those were counted
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
@@ -127,6 +126,11 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self._calls["cuGetErrorName"](code, byref(text))
             raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """For `on`, in the caller's statement: there a kept traceback does not keep it. See `Captures`."""
+        return self._captures.lock
 
     @contextlib.contextmanager
     def on(self, device: int) -> Iterator[None]:

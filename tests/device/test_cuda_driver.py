@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -17,6 +18,7 @@ from types import FrameType, SimpleNamespace
 import pytest
 import torch
 
+from shmloader.device import captures
 from shmloader.device import driver as drivers
 from shmloader.device.captures import Captures, counted
 from shmloader.device.driver import CudaDriver, DriverError, Event, open_driver
@@ -138,8 +140,8 @@ def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=31))
-    captures = Captures()
-    monkeypatch.setattr(drivers, "counted", lambda: captures)
+    counts = Captures()
+    monkeypatch.setattr(drivers, "counted", lambda: counts)
     library = Library(compiled)
     library.capture(-1)
     yield library
@@ -391,7 +393,8 @@ def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> 
         thread.start()
         thread.join(0.05)
         with driver.lock, driver.on(1):  # of a finalizer in this thread
-            assert driver.record_all(1) is not None
+            driver.recycle(driver.record(BIG, 1))
+            assert driver.record_all(1) is None
         order.append("recorded")
     thread.join()
     assert order == ["recorded", "begun"]
@@ -415,11 +418,12 @@ def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(driver:
             make_a_call()
     finally:
         sys.settrace(before)
-    free: list[bool] = []
-    thread = threading.Thread(target=lambda: free.append(driver.lock.acquire(timeout=1)))
+    kind = type("Graph", (Graph,), {})
+    driver._captures.count(kind)
+    thread, began_s = threading.Thread(target=kind().capture_begin), time.monotonic()
     thread.start()
     thread.join()
-    assert free == [True]
+    assert time.monotonic() - began_s < captures._MOST_WAIT_S
     assert caught.tb is not None
 
 
@@ -452,6 +456,34 @@ CALLS_ON_STREAMS = {
     "create_stream": lambda driver: driver.create_stream(1),
     "destroy_stream": lambda driver: driver.destroy_stream(BIG, 1),
 }
+
+
+def test_threads_make_calls_while_one_waits_for_the_device(library: Library, driver: CudaDriver) -> None:
+    """Perhaps for work that they queue after their own batches, such as their part of a collective."""
+    full = ctypes.c_int.in_dll(library.inside, "full")
+
+    def make_a_call() -> None:
+        with driver.lock, driver.on(1):
+            full.value = 0
+
+    with driver.lock, driver.on(1):
+        full.value = 1
+        thread = threading.Timer(0.05, make_a_call)
+        thread.start()
+        driver.recycle(driver.record(BIG, 1))  # fails if the stream stays full
+    thread.join()
+
+
+def test_a_capture_begins_though_a_call_waits_for_ever(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "_MOST_WAIT_S", 0.01)
+    kind = type("Graph", (Graph,), {})
+    driver._captures.count(kind)
+    with driver.lock:
+        thread = threading.Thread(target=kind().capture_begin)
+        thread.start()
+        thread.join()
 
 
 @pytest.mark.parametrize("call", CALLS_ON_STREAMS)
