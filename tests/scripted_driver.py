@@ -8,6 +8,7 @@ graph or not at all.
 import contextlib
 import ctypes
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -74,6 +75,7 @@ class ScriptedDriver:
         self.waits = 0
         self._free: dict[tuple[int, int], list[Any]] = {}  # device memory, by stream and length
         self._events = 0
+        self.lock = threading.RLock()
         self._on: int | None = None
 
     # --- the test's side

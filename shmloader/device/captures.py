@@ -7,24 +7,28 @@ hundred microseconds beside running work.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from shmloader.patches import Patches
 
+_MOST_WAIT_S = 1.0
+"""Time for which a capture waits for a call that waits itself, perhaps for what the capturing thread does."""
+
 
 class Captures:
     """Counts the graphs that torch captures, and tells whether others may be captured."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        """Held while torch begins a capture, and for calls that one must not meet; again by a finalizer."""
+        self._locks: dict[int, threading.RLock] = {}  # by thread
         self._open: set[weakref.ref[Any]] = set()  # graphs
         self._met = False
         self._patches = Patches()
@@ -34,15 +38,29 @@ class Captures:
         self._patches.wrap(kind, "capture_begin", self._begin)
         self._patches.wrap(kind, "capture_end", self._end)
 
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """To be held for calls that no capture may meet: one of torch's that begins waits for it.
+
+        Each thread has its own: a call may wait for work that another thread queues after its own calls.
+        """
+        thread = threading.get_ident()
+        return self._locks.get(thread) or self._locks.setdefault(thread, threading.RLock())
+
     def _begin(self, begin: Callable[..., Any], graph: Any, *arguments: Any, **options: Any) -> Any:
         opened = weakref.ref(graph, self._open.discard)
-        with self.lock:
-            self._open.add(opened)
-            try:
-                return begin(graph, *arguments, **options)
-            except BaseException:
-                self._open.discard(opened)
-                raise
+        self._open.add(opened)  # for calls from now on, so what is left are those that are being made
+        try:
+            for lock in list(self._locks.values()):
+                try:
+                    lock.acquire(timeout=_MOST_WAIT_S)
+                finally:
+                    with contextlib.suppress(RuntimeError):  # it was not to be had
+                        lock.release()
+            return begin(graph, *arguments, **options)
+        except BaseException:
+            self._open.discard(opened)
+            raise
 
     def _end(self, end: Callable[..., Any], graph: Any, *arguments: Any, **options: Any) -> Any:
         try:

@@ -157,8 +157,13 @@ class DeviceBatches:
         self._device = device
         self._side = 0  # the stream of copies, once there is one
 
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """See `CudaDriver.lock`."""
+        return self._driver.lock
+
     def on(self) -> AbstractContextManager[None]:
-        """For the calls below, and for what they return: see `CudaDriver.on`."""
+        """For the calls below, and for what they return, inside of `lock`: see `CudaDriver.on`."""
         return self._driver.on(self._device)
 
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:

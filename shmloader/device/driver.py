@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shmloader.device.captures import Captures, counted
+from shmloader.device.captures import counted
 
 _NOT_READY = 600
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
@@ -30,6 +30,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _STREAMS_OF_TORCH = 32  # of each priority, handed out in turn (c10/cuda/CUDAStream.cpp, kStreamsPerPool)
 _PRIORITIES = (0, -1)
 
+_NOTHING = contextlib.nullcontext()
 _handle = POINTER(c_void_p)
 _QUICK: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -89,43 +90,14 @@ class Event:
     device: int
 
 
-class _On:
-    """`CudaDriver.on`; a class, since a generator would take as long as the calls."""
-
-    __slots__ = ("_ask", "_captures", "_context", "_relax", "_relaxed")
-
-    def __init__(self, captures: Captures, ask: Any, context: c_void_p, relax: Any) -> None:
-        self._captures, self._ask, self._context, self._relax = captures, ask, context, relax
-        self._relaxed: AbstractContextManager[None] | None = None
-
-    def __enter__(self) -> None:
-        found = c_void_p()
-        self._captures.lock.acquire()
-        try:
-            self._ask(byref(found))
-            if found.value != self._context.value or self._captures.may_be_open():
-                relaxed = self._relax(self._context)
-                relaxed.__enter__()
-                self._relaxed = relaxed
-        except BaseException:
-            self._captures.lock.release()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            if self._relaxed is not None:
-                self._relaxed.__exit__(None, None, None)
-        finally:
-            self._captures.lock.release()
-
-
 class CudaDriver:
     """The calls that slots make of this process's CUDA devices.
 
     Devices are numbered as torch numbers them; a stream is the number that torch calls ``cuda_stream``.
     May be called by any thread of the process that first called it, never by one that was forked from it.
     Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
-    `AttributeError` if it lacks a function. What is called for each batch has to be called inside of `on`.
+    `AttributeError` if it lacks a function. What is called for each batch has to be called inside of
+    ``with driver.lock, driver.on(device)``.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -160,13 +132,21 @@ class CudaDriver:
         self._calls["cuGetErrorName"](code, byref(text))
         raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
 
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """For `on`, in the caller's statement: there a kept traceback does not keep it. See `Captures`."""
+        return self._captures.lock
+
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Have a device's primary context current, for quick calls; torch begins no capture meanwhile.
+        """Have a device's primary context current. Inside of `lock`: torch begins no capture meanwhile.
 
         While one is open anyway, calls are allowed that it would forbid to other threads.
         """
-        context = self._contexts.get(device) or self._context(device)
-        return _On(self._captures, self._calls["cuCtxGetCurrent"], context, self._relaxed)
+        context, found = self._contexts.get(device) or self._context(device), c_void_p()
+        self._calls["cuCtxGetCurrent"](byref(found))
+        if found.value == context.value and not self._captures.may_be_open():
+            return _NOTHING
+        return self._relaxed(context)
 
     @contextlib.contextmanager
     def _relaxed(self, context: c_void_p) -> Iterator[None]:
@@ -245,14 +225,17 @@ class CudaDriver:
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
-        return self._captures.may_be_open() and is_capturing()
+        captures = is_capturing()
+        if captures and not self._captures.is_begun():
+            self._captures.note_other()
+        return captures
 
     def captures_open(self) -> bool:
         """Whether torch captures a graph, or a stream that can be asked does."""
         if self.is_capturing():
             return True
         for device in self.active_devices():
-            with self.on(device):
+            with self.lock, self.on(device):
                 if self._is_captured(device):
                     return True
         self._asked_all = True
@@ -310,9 +293,11 @@ class CudaDriver:
         return event
 
     def is_done(self, event: Event) -> bool:
-        """Whether the work before an event is done. Does not wait."""
+        """Whether the work before an event is done, as far as it may be asked now. Does not wait."""
         code = self._query(event.handle)
-        if code not in (0, _NOT_READY):
+        if code in _CAPTURE_ERRORS:  # another thread's, of a package that nobody knew of
+            self._captures.note_other()
+        elif code not in (0, _NOT_READY):
             self._fail("cuEventQuery", code)
         return bool(code == 0)
 

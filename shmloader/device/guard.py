@@ -123,7 +123,7 @@ class DeviceGuard(Guard):
             and (last := self._copies[count - 1].event) is not None
         ):
             try:
-                with self.driver.on(last.device):
+                with self.driver.lock, self.driver.on(last.device):
                     if not self.driver.is_done(last):
                         break
             except DriverError:
@@ -159,7 +159,7 @@ class DeviceGuard(Guard):
         group, recorded = Group({}, self._ended), 0
         devices = self.driver.active_devices()
         for device in devices:
-            with self.driver.on(device):
+            with self.driver.lock, self.driver.on(device):
                 event = self.driver.record_all(device) if self._ended else None
                 if event is not None:
                     group.events[device] = event

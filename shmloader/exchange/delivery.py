@@ -90,13 +90,13 @@ class Delivery:
         """
         if self._batches is None or flags & REPORTED:
             return None
-        with self._batches.on():
+        with self._batches.lock, self._batches.on():
             copy = self._batches.begin(place, anchor, header)
         return copy and functools.partial(self._finish, copy)
 
     def _finish(self, copy: Callable[[], Any]) -> Any:
         assert self._batches is not None
-        with self._batches.on():
+        with self._batches.lock, self._batches.on():
             batch = copy()
             self._begin_next(self._batches)
         return batch
@@ -139,7 +139,7 @@ class Delivery:
         if self._device is not None:
             batch = to_device(batch, self._device)
         if self._batches is not None:
-            with self._batches.on():
+            with self._batches.lock, self._batches.on():
                 self._begin_next(self._batches)
         return batch
 
@@ -151,7 +151,7 @@ def _driver_for(device: torch.device | None) -> CudaDriver | str:
         return driver
     number = driver.home() if device is None else device.index
     try:
-        with driver.on(number):
+        with driver.lock, driver.on(number):
             event = driver.record_all(number)
     except DriverError as error:
         return f"no event can be recorded on device {number} ({error})"

@@ -174,10 +174,10 @@ class PlaceTable(SlotMemory):
         There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
         allows it. The worker may grow the slot to its ``limit_nbytes``.
         """
-        if self._released:
-            self.collect(at_once=False)
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
+        if self._released or (self.is_guarded and not ample):
+            self.collect(at_once=not ample)  # else free slots would give back their memory
         limit_nbytes = budget.limit_nbytes if ample else budget.next_limit(self.tasks, self.used_nbytes())
         if not self._free and not self._empty:
             place = Place(len(self.places))

@@ -4,21 +4,25 @@ The compiler refuses a function whose parameters are not those of ``cuda.h``; th
 hands them. So a wrong type, order or width of an argument is found without a device.
 """
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import pytest
 import torch
 
+from shmloader.device import captures
 from shmloader.device import driver as drivers
 from shmloader.device.captures import Captures, counted
 from shmloader.device.driver import CudaDriver, DriverError, Event, open_driver
+from shmloader.device.guard import DeviceGuard
 
 HEADERS = [Path(root) / "include/cuda.h" for root in ("/usr/local/cuda", "/usr")]
 HEADER = next((path for path in HEADERS if path.exists()), None)
@@ -136,8 +140,8 @@ def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Library
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=31))
-    captures = Captures()
-    monkeypatch.setattr(drivers, "counted", lambda: captures)
+    counts = Captures()
+    monkeypatch.setattr(drivers, "counted", lambda: counts)
     library = Library(compiled)
     library.capture(-1)
     yield library
@@ -159,7 +163,7 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     assert driver.active_devices() == [1]
     driver.register(BIG, LONG)
     driver.unregister(BIG)
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         driver.copy(BIG + 1, BIG + 2, LONG, BIG + 3)
         event = driver.record(BIG + 4, 1)
         driver.wait(BIG + 5, event)
@@ -168,7 +172,7 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     driver.destroy_stream(stream, 1)
     driver.synchronize()
     driver.recycle(event)
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         assert driver.record_all(1) is event
     handle = 0x6000000000000
     assert library.take() == [
@@ -211,11 +215,11 @@ def test_a_context_that_is_current_is_not_made_so_again(library: Library, driver
     library.take()
     for context, names in zip((CONTEXT - 1, CONTEXT), around, strict=True):
         library.make_current(context)
-        with driver.on(1):
+        with driver.lock, driver.on(1):
             driver.recycle(driver.record(BIG, 1))
         assert library.names() == names
     driver._captures.note_other()
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         driver.recycle(driver.record(BIG, 1))
     assert library.names() == around[0]  # a capture elsewhere may forbid calls to this thread
 
@@ -238,9 +242,12 @@ def test_errors_have_the_drivers_name(library: Library, driver: CudaDriver) -> N
     event = Event(ctypes.c_void_p(1), 1)
     library.answer(600)
     assert not driver.is_done(event)
+    library.answer(700)
+    with pytest.raises(DriverError, match="cuEventQuery"):
+        driver.is_done(event)
     library.answer(900)
     with pytest.raises(DriverError) as caught:
-        driver.is_done(event)
+        driver.synchronize()
     assert caught.value.is_of_capture
     library.answer(700)
     with pytest.raises(DriverError, match="cuCtxRecordEvent"):
@@ -291,7 +298,7 @@ def test_a_capture_from_before_they_were_counted_is_found(library: Library, driv
 def test_an_event_that_meets_a_capture_is_tried_again_after_it(library: Library, driver: CudaDriver) -> None:
     """Of a package that nobody knew of: its capture has ended, and from now on all streams are asked."""
     assert not driver.captures_open()
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         library.answer(900)
         assert driver.record_all(1) is None
         library.answer(0)
@@ -299,6 +306,36 @@ def test_an_event_that_meets_a_capture_is_tried_again_after_it(library: Library,
         assert driver.record_all(1) is None
         library.capture(-1)
         assert driver.record_all(1) is not None
+
+
+def test_a_question_that_a_capture_forbids_is_asked_again(library: Library, driver: CudaDriver) -> None:
+    """Of a package that nobody knew of, in another thread: the device's work has not failed."""
+    assert not driver.captures_open()
+    guard = DeviceGuard(driver)
+    held = guard.hold(None)
+    with driver.lock, driver.on(1):
+        guard.record_end(held, BIG, 1)
+    library.make_current(CONTEXT)
+    library.answer(900)
+    guard.drop_copied(at_once=True)
+    assert guard.is_busy()
+    library.answer(0)
+    library.names()
+    guard.drop_copied(at_once=True)
+    assert not guard.is_busy()
+    assert library.names() == ["current", "push", "mode", "query", "mode", "pop"]  # it forbids that no more
+
+
+def test_a_capture_of_others_on_the_current_stream_is_seen(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of a batch would become a part of its graph."""
+    assert not driver.captures_open()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert driver.is_capturing()
+    assert not driver.is_capturing()
+    assert driver._captures.may_be_others()
 
 
 class Graph:
@@ -326,7 +363,7 @@ def test_captures_of_torchs_graphs_are_counted(library: Library, driver: CudaDri
     library.take()
     for graph in graphs:
         assert driver.captures_open()
-        with driver.on(1):
+        with driver.lock, driver.on(1):
             assert driver.record_all(1) is None
         graph.capture_end()
     assert not driver.captures_open()
@@ -351,15 +388,43 @@ def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> 
         graph.capture_begin()
         order.append("begun")
 
-    with driver.on(1):
+    with driver.lock, driver.on(1):
         thread = threading.Thread(target=capture)
         thread.start()
         thread.join(0.05)
-        with driver.on(1):  # of a finalizer in this thread
-            assert driver.record_all(1) is not None
+        with driver.lock, driver.on(1):  # of a finalizer in this thread
+            driver.recycle(driver.record(BIG, 1))
+            assert driver.record_all(1) is None
         order.append("recorded")
     thread.join()
     assert order == ["recorded", "begun"]
+
+
+def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(driver: CudaDriver) -> None:
+    """It comes inside of contextlib, whose frame keeps the generator of `on` as it is."""
+    before = sys.gettrace()
+
+    def interrupt(frame: FrameType, *_: object) -> None:
+        if frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == contextlib.__file__:
+            raise KeyboardInterrupt
+
+    def make_a_call() -> None:
+        with driver.lock, driver.on(1):
+            driver.recycle(driver.record(BIG, 1))
+
+    try:
+        sys.settrace(interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            make_a_call()
+    finally:
+        sys.settrace(before)
+    kind = type("Graph", (Graph,), {})
+    driver._captures.count(kind)
+    thread, began_s = threading.Thread(target=kind().capture_begin), time.monotonic()
+    thread.start()
+    thread.join()
+    assert time.monotonic() - began_s < captures._MOST_WAIT_S
+    assert caught.tb is not None
 
 
 def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +456,34 @@ CALLS_ON_STREAMS = {
     "create_stream": lambda driver: driver.create_stream(1),
     "destroy_stream": lambda driver: driver.destroy_stream(BIG, 1),
 }
+
+
+def test_threads_make_calls_while_one_waits_for_the_device(library: Library, driver: CudaDriver) -> None:
+    """Perhaps for work that they queue after their own batches, such as their part of a collective."""
+    full = ctypes.c_int.in_dll(library.inside, "full")
+
+    def make_a_call() -> None:
+        with driver.lock, driver.on(1):
+            full.value = 0
+
+    with driver.lock, driver.on(1):
+        full.value = 1
+        thread = threading.Timer(0.05, make_a_call)
+        thread.start()
+        driver.recycle(driver.record(BIG, 1))  # fails if the stream stays full
+    thread.join()
+
+
+def test_a_capture_begins_though_a_call_waits_for_ever(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "_MOST_WAIT_S", 0.01)
+    kind = type("Graph", (Graph,), {})
+    driver._captures.count(kind)
+    with driver.lock:
+        thread = threading.Thread(target=kind().capture_begin)
+        thread.start()
+        thread.join()
 
 
 @pytest.mark.parametrize("call", CALLS_ON_STREAMS)

@@ -21,6 +21,11 @@ WINDOWS = 4
 LATE = 9  # pieces of work
 
 
+def behind(number: int) -> int:
+    """How late the device is: later at first, so that all slots are made by then, whatever workers do."""
+    return LATE + 4 if number < WARM - 20 else LATE
+
+
 def collate(samples: list[int]) -> torch.Tensor:
     """A batch of 20,000 to 38,000 bytes, full of its number."""
     return torch.full((20_000 + samples[0] % 7 * 3_000,), samples[0] % 251, dtype=torch.uint8)
@@ -29,13 +34,13 @@ def collate(samples: list[int]) -> torch.Tensor:
 def back_late(driver: ScriptedDriver, streams: list[int], number: int) -> None:
     """The device is always behind by as much."""
     for stream in driver.streams:
-        while len(driver.streams[stream].queue) > LATE and driver.can_advance(stream):
+        while len(driver.streams[stream].queue) > behind(number) and driver.can_advance(stream):
             driver.advance(stream)
 
 
 def in_bursts(driver: ScriptedDriver, streams: list[int], number: int) -> None:
     """The device does nothing for a while, and then all of it."""
-    if number % LATE == 0:
+    if number % behind(number) == 0:
         driver.drain()
 
 
@@ -43,8 +48,8 @@ def out_of_step(driver: ScriptedDriver, streams: list[int], number: int) -> None
     """One stream is done at once, and another one is behind, by more or less."""
     chance = random.Random(number)
     for stream in driver.streams:
-        behind = chance.randrange(LATE) if stream == streams[0] else 0
-        while len(driver.streams[stream].queue) > behind and driver.can_advance(stream):
+        most = chance.randrange(behind(number)) if stream == streams[0] else 0
+        while len(driver.streams[stream].queue) > most and driver.can_advance(stream):
             driver.advance(stream)
 
 
@@ -118,6 +123,29 @@ def test_nothing_is_registered_given_back_or_mapped(
     assert windows[0]["register"] > 0
     assert {} in windows[1:], windows
     assert not any(window["unregister"] or window["discard"] for window in windows[1:]), windows
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_slot_of_a_small_budget_is_locked_once(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    """The device is asked before a free slot gives its memory back for one that is granted."""
+    slots, locked = 14, list[int]()
+    register = driver.register
+    monkeypatch.setattr(driver, "register", lambda *memory: locked.append(memory[0]) or register(*memory))
+    options = {"num_workers": 2, "pin_memory": device is None, "device": device}
+    options |= {"collate_fn": lambda _: torch.zeros(40_000), "memory_budget_nbytes": slots * 163_840}
+    with DataLoader(range(WARM), batch_size=1, **options) as loader:
+        for batch in loader:
+            driver.read_late(0, batch.data_ptr(), batch.nbytes, 0)
+            del batch
+            while len(driver.streams[0].queue) > 1 and driver.can_advance(0):
+                driver.advance(0)
+            for stream in driver.streams:
+                while stream and driver.can_advance(stream):
+                    driver.advance(stream)
+        driver.drain()
+    assert 0 < len(locked) <= slots
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
