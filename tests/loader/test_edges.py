@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 
+import psutil
 import pytest
 import torch
 from loading import Growing, Numbered, Sleeps
@@ -117,11 +118,11 @@ def test_what_stacking_a_subclass_gives_is_the_batch(collate) -> None:
 
 
 class Threads(Numbered):
-    """Each sample is the number of Python threads in the worker, a moment after it started."""
+    """Each sample is the number of threads of the worker, a moment after it started."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(0.3)
-        return torch.tensor(threading.active_count())
+        return torch.tensor(psutil.Process().num_threads())
 
 
 def test_workers_watch_the_main_process_also_beyond_descriptor_1023() -> None:

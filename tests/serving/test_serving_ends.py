@@ -212,7 +212,7 @@ def test_closing_a_reader_ends_a_wait_in_another_thread() -> None:
 def test_a_batch_that_may_not_be_held_once_it_is_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     source, answers = Source(numbers(0)), [True, False]
     with monkeypatch.context() as patch:
-        patch.setattr(PlaceTable, "can_lease", lambda _: answers.pop(0))
+        patch.setattr(PlaceTable, "can_lease", lambda _, *, waits=True: answers.pop(0))
         with pytest.raises(shmloader.SharedMemoryExhausted, match=r"no shared memory for .* bytes"):
             source.store([1, 2])
     assert source.store([1, 2]).place.state is PlaceState.LEASED
