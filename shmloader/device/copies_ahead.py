@@ -19,7 +19,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,22 +148,14 @@ def way_of(header: bytes) -> tuple[Callable[[list[Any]], Any], Plan] | None:
 
 
 class DeviceBatches:
-    """Copies batches of one iterator, whose table has the ``guard``, to the device of a number."""
+    """Copies batches of one iterator, whose table has the ``guard``, to the device of a number.
+
+    `begin`, and what it returns, are called inside of `CudaDriver.on`.
+    """
 
     def __init__(self, guard: DeviceGuard, device: int) -> None:
-        self.guard = guard
-        self._driver = guard.driver
-        self._device = device
+        self.guard, self.driver, self.device = guard, guard.driver, device
         self._side = 0  # the stream of copies, once there is one
-
-    @property
-    def lock(self) -> AbstractContextManager[bool]:
-        """See `CudaDriver.lock`."""
-        return self._driver.lock
-
-    def on(self) -> AbstractContextManager[None]:
-        """For the calls below, and for what they return, inside of `lock`: see `CudaDriver.on`."""
-        return self._driver.on(self._device)
 
     def begin(self, place: Place, anchor: ByteArray, header: bytes) -> Callable[[], Any] | None:
         """Queue the copies of a batch out of its leased slot.
@@ -181,7 +172,7 @@ class DeviceBatches:
         if way is None:
             return None
         join, plan = way
-        driver, device = self._driver, self._device
+        driver, device = self.driver, self.device
         side = self._side = self._side or self.guard.create_stream(device)
         stream = driver.current_stream(device)
         memories = [driver.allocate(run.shape, run.dtype, device) for run in plan.runs]

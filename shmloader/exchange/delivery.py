@@ -88,17 +88,19 @@ class Delivery:
 
         Returns a function that returns the batch there, and begins to copy the next one.
         """
-        if self._batches is None or flags & REPORTED:
+        batches = self._batches
+        if batches is None or flags & REPORTED:
             return None
-        with self._batches.lock, self._batches.on():
-            copy = self._batches.begin(place, anchor, header)
+        with batches.driver.lock, batches.driver.on(batches.device):
+            copy = batches.begin(place, anchor, header)
         return copy and functools.partial(self._finish, copy)
 
     def _finish(self, copy: Callable[[], Any]) -> Any:
-        assert self._batches is not None
-        with self._batches.lock, self._batches.on():
+        batches = self._batches
+        assert batches is not None
+        with batches.driver.lock, batches.driver.on(batches.device):
             batch = copy()
-            self._begin_next(self._batches)
+            self._begin_next(batches)
         return batch
 
     def _begin_next(self, batches: DeviceBatches) -> None:
@@ -138,9 +140,10 @@ class Delivery:
             batch = torch_private.pin_memory(batch, self._pin_device)  # leaves pinned tensors as they are
         if self._device is not None:
             batch = to_device(batch, self._device)
-        if self._batches is not None:
-            with self._batches.lock, self._batches.on():
-                self._begin_next(self._batches)
+        batches = self._batches
+        if batches is not None:
+            with batches.driver.lock, batches.driver.on(batches.device):
+                self._begin_next(batches)
         return batch
 
 
