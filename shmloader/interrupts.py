@@ -156,9 +156,9 @@ class Lifecycle:
             self.expect(error)
             raise
 
-    def is_expected(self, error: BaseException) -> bool:
-        """Whether an exception is the one that was marked last: see `expect`."""
-        return error is self._expected
+    def is_from_outside(self, error: BaseException) -> bool:
+        """Whether an exception comes from outside, as Ctrl-C does, and is not one that was marked last."""
+        return not isinstance(error, Exception) and error is not self._expected
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""

@@ -226,7 +226,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
-            is_from_outside = not (isinstance(error, Exception) or lifecycle.is_expected(error))
+            is_from_outside = lifecycle.is_from_outside(error)
             lifecycle.fail(error)
             if progress is not None and is_from_outside:
                 progress.take_back(self._done_before)
@@ -342,8 +342,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             if delivery is not None and finish_copy is None and batch is not LEFT_OUT:
                 batch = delivery.deliver(batch, place)
         except BaseException as error:
-            if not (isinstance(error, Exception) or self._lifecycle.is_expected(error)):
-                raise  # Ctrl-C, not what a sample raised
+            if self._lifecycle.is_from_outside(error):
+                raise
             self._note_done(position, worker_id, report, returned=False)  # the next call continues after it
             if isinstance(error, StopIteration):  # it ends the program's loop
                 self._progress.end(self._scheduler.states_before_early)

@@ -82,7 +82,7 @@ class Captures:
 
     def may_be_open(self) -> bool:
         """Whether any is: of torch's, or one that is not counted."""
-        return bool(self._open) or self._met or "cupy" in sys.modules or "warp" in sys.modules
+        return bool(self._open) or self.may_be_others()
 
 
 @functools.cache

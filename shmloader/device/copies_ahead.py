@@ -141,7 +141,7 @@ def _known(function: Any, key: bytes) -> Any:
 
 @functools.lru_cache(_MOST_KNOWN)
 def way_of(header: bytes) -> tuple[Callable[[list[Any]], Any], Plan] | None:
-    """What joins the leaves of batches with a header, and their plan; None if they have other objects."""
+    """The function that joins the leaves of batches with a header, and their plan; None for other objects."""
     table = table_of(header)
     join = structure_of(header[: -4 - len(table)])
     return None if join is None else (join, _known(plan_of, table))

@@ -31,11 +31,13 @@ class Held:
     event: Event | None
     kept: object
 
-    def end(self, event: Event | None = None) -> None:
-        """Have the event after the copies; without one they are done, and nothing is kept any more."""
+    def wait_for(self, event: Event) -> None:
+        """Have the event after the copies."""
         self.event = event
-        if event is None:
-            self.kept = None
+
+    def end(self) -> None:
+        """Let go of both."""
+        self.event = self.kept = None
 
 
 class Group(NamedTuple):
@@ -109,7 +111,7 @@ class DeviceGuard(Guard):
     def record_end(self, held: Held, stream: int, device: int) -> None:
         """Let go of it when the copies queued on a stream now are done; a `DriverError` keeps it all."""
         try:
-            held.end(self.driver.record(stream, device))
+            held.wait_for(self.driver.record(stream, device))
         except DriverError:
             self._failed = True
             raise

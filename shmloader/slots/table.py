@@ -110,8 +110,11 @@ class PlaceTable(SlotMemory):
             self.collect()
             return self.can_lease(asks=False)
 
-        if not is_enough() and waits:
-            self.counters.add("wait_for_device_ns", self.guard.wait(is_enough))
+        if is_enough():
+            return True
+        if not waits:
+            return False
+        self.counters.add("wait_for_device_ns", self.guard.wait(is_enough))
         return self.can_lease(asks=False)
 
     def has_room(self) -> bool:
