@@ -27,7 +27,7 @@ HUGE_NBYTES = 2 << 20
 """Size of a huge page."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MREMAP_REPLACING = 1 | 2 | 4  # MAYMOVE, FIXED, DONTUNMAP
+_MREMAP_REPLACING, _MREMAP_DONTUNMAP = 1 | 2, 4  # MAYMOVE and FIXED; the second from Linux 5.7 on
 _MAP_FIXED = 0x10  # Python's `mmap` lacks it
 _PROT_NONE, READ_WRITE = 0, 0x1 | 0x2  # not from Python's `mmap`: on Windows it lacks them
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -48,6 +48,7 @@ def _load_libc() -> tuple[Any, str | None]:
     signatures = {
         "mmap": (pointer, pointer, size, number, number, number, offset),
         "mremap": (pointer, pointer, size, size, number, pointer),
+        "munmap": (number, pointer, size),
         "madvise": (number, pointer, size, number),
         "mprotect": (number, pointer, size, number),
         "fallocate": (number, number, number, offset, offset),
@@ -164,12 +165,32 @@ class Extent:
         # The kernel charges for both places, and refuses only after it has unmapped the target: ask first.
         take_space(self.nbytes, READ_WRITE, 0).close()
         # The source stays mapped, empty. Others might map something in a hole, which its owner would unmap.
-        if libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING, self.address) == _MAP_FAILED:
-            why = os.strerror(ctypes.get_errno())
+        code = self._replace_with(source, _MREMAP_DONTUNMAP)
+        if code == errno.EINVAL:
+            copied.close()
+            code = self._detach_unowned()
+        if code:
             raise SharedMemoryExhausted(
-                f"moving a mapping of {self.nbytes:,} bytes failed: {why} (it needs Linux 5.7). The worker "
-                "keeps a batch, or a view of one: have it keep a copy (`tensor.clone()`)."
+                f"moving a mapping of {self.nbytes:,} bytes failed: {os.strerror(code)}. The process keeps "
+                "a batch, or a view of one: have it keep a copy (`tensor.clone()`)."
             )
+
+    def _detach_unowned(self) -> int:
+        """Detach by a copy without an owner: this kernel unmaps what it moves. Returns an ``errno``."""
+        with HeldInterrupts():
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            source = libc.mmap(None, self.nbytes, READ_WRITE, private, -1, 0)
+            if source == _MAP_FAILED:
+                return ctypes.get_errno()
+            ctypes.memmove(source, self.address, self.nbytes)
+            if code := self._replace_with(source):
+                libc.munmap(source, self.nbytes)
+            return code
+
+    def _replace_with(self, source: int, flags: int = 0) -> int:
+        """Move private memory over this mapping. Returns an ``errno``."""
+        moved = libc.mremap(source, self.nbytes, self.nbytes, _MREMAP_REPLACING | flags, self.address)
+        return ctypes.get_errno() if moved == _MAP_FAILED else 0
 
 
 def take_space(nbytes: int, protection: int, flags: int = MAP_NORESERVE) -> mmap.mmap:
