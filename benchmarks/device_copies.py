@@ -150,7 +150,7 @@ def calls(driver: CudaDriver, seconds: float) -> Iterator[tuple[Any, ...]]:
     device = torch.cuda.current_device()
 
     def record() -> None:
-        with driver.lock, driver.on(device):
+        with driver.captures.lock, driver.on(device):
             event = driver.record_all(device)
         if event is not None:
             driver.recycle(event)

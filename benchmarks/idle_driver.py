@@ -58,6 +58,10 @@ class IdleDriver(CudaDriver):
         super().__init__(path)
 
 
+def _never() -> bool:
+    return False  # quicker than a mock, since it is asked for each batch
+
+
 def _stay(batch: torch.Tensor, _: torch.device) -> torch.Tensor:
     return batch
 
@@ -88,6 +92,7 @@ def idle_device() -> Iterator[IdleDriver]:
             (torch.accelerator, "current_device_index", 0),
         ):
             stack.enter_context(mock.patch.object(owner, name, return_value=value))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", _never))
         numbers = itertools.count(3)
         streams = mock.Mock(side_effect=lambda *_, **__: mock.Mock(cuda_stream=next(numbers)))
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", streams))

@@ -265,8 +265,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             if not self._num_yielded:
                 self._counters.note_first_batch(made_ns)
             if batch is not LEFT_OUT:
-                if delivery is not None:
-                    self._end_streams()  # of which it has read
+                if delivery is not None and self._exchange.ended_streams:  # of which it has read
+                    self._end_streams()
                 self._counters.note_return()
                 if recorder is not None:
                     recorder.end_next(self._counters.wait_for_workers_ns, table.kept)

@@ -8,7 +8,6 @@ graph or not at all.
 import contextlib
 import ctypes
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from shmloader.device.captures import Captures
 from shmloader.device.driver import DriverError, Event
 
 CAPTURE_UNSUPPORTED = 900
@@ -54,7 +54,7 @@ class ScriptedDriver:
     Attributes:
         streams: All streams by number; those below 100 are devices' default streams.
         current: The number of the current stream of each device.
-        captures: Streams that capture a graph.
+        captured: Streams that capture a graph.
         registered: Registered memory: address and length.
         refuse: Registrations that are refused from now on.
         failed: Whether the devices' work has failed: every call is an error from now on.
@@ -65,7 +65,7 @@ class ScriptedDriver:
         self.devices = list(range(devices))
         self.streams = {device: Stream(device) for device in self.devices}
         self.current = {device: device for device in self.devices}
-        self.captures: set[int] = set()
+        self.captured: set[int] = set()
         self.registered: dict[int, int] = {}
         self.refuse = 0
         self.failed = False
@@ -75,7 +75,7 @@ class ScriptedDriver:
         self.waits = 0
         self._free: dict[tuple[int, int], list[Any]] = {}  # device memory, by stream and length
         self._events = 0
-        self.lock = threading.RLock()
+        self.captures = Captures()  # for its lock
         self._on: int | None = None
 
     # --- the test's side
@@ -197,7 +197,7 @@ class ScriptedDriver:
 
     def synchronize(self) -> None:
         self._check()
-        if self.captures:
+        if self.captured:
             self.violations.append("a capture was invalidated by synchronize")
         self.waits += 1
         self.drain()
@@ -206,7 +206,7 @@ class ScriptedDriver:
         self._check_on(device)
         if self.captures_open():
             return None
-        if self.captures:
+        if self.captured:
             self.violations.append("a capture was invalidated by record_all")
             raise DriverError("cuCtxRecordEvent", CAPTURE_UNSUPPORTED)
         self._events += 1
@@ -224,10 +224,10 @@ class ScriptedDriver:
         self._events -= 1
 
     def is_capturing(self) -> bool:
-        return self.current[0] in self.captures
+        return self.current[0] in self.captured
 
     def captures_open(self) -> bool:
-        return bool(self.captures)
+        return bool(self.captured)
 
     def current_stream(self, device: int) -> int:
         return self.current[device]
@@ -242,7 +242,7 @@ class ScriptedDriver:
 
     def record(self, stream: int, device: int) -> Event:
         self._check_on(device)
-        if stream in self.captures:
+        if stream in self.captured:
             self.violations.append("an event was recorded on a stream that captures")
         assert self.streams[stream].device == device
         self._events += 1
@@ -250,7 +250,7 @@ class ScriptedDriver:
 
     def wait(self, stream: int, event: Event) -> None:
         self._check_on(event.device)
-        if stream in self.captures:
+        if stream in self.captured:
             self.violations.append("a stream that captures waits for work outside of the graph")
         self.streams[stream].queue.append(Work(after=dict(event.handle)))
         self.streams[stream].queued += 1

@@ -42,7 +42,8 @@ class Captures:
     def lock(self) -> AbstractContextManager[bool]:
         """To be held for calls that no capture may meet: one of torch's that begins waits for it.
 
-        Each thread has its own: a call may wait for work that another thread queues after its own calls.
+        It is for the caller's own ``with`` statement, where a kept traceback does not keep it. Each thread
+        has its own: a call may wait for work that another thread queues after its own calls.
         """
         thread = threading.get_ident()
         return self._locks.get(thread) or self._locks.setdefault(thread, threading.RLock())

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
@@ -97,7 +98,7 @@ class CudaDriver:
     May be called by any thread of the process that first called it, never by one that was forked from it.
     Each call raises `DriverError` if it fails; making one raises `OSError` if there is no such library, and
     `AttributeError` if it lacks a function. What is called for each batch has to be called inside of
-    ``with driver.lock, driver.on(device)``.
+    ``with driver.captures.lock, driver.on(device)``.
     """
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
@@ -108,11 +109,11 @@ class CudaDriver:
             self._calls[name] = kind(c_int, *arguments)((name, library))
         self._record, self._wait = self._calls["cuEventRecord"], self._calls["cuStreamWaitEvent"]
         self._query, self._copy = self._calls["cuEventQuery"], self._calls["cuMemcpyHtoDAsync_v2"]
-        self._captures = counted()
+        self.captures = counted()
         self._asked_all = False  # for captures that were begun before those were counted
         self._home: int | None = None
         self._contexts: dict[int, c_void_p] = {}
-        self._events: dict[int, list[Event]] = {}
+        self._events: defaultdict[int, list[Event]] = defaultdict(list)  # to be used again, by device
         self._streams: dict[int, list[int]] = {}
         self._call("cuInit", 0)
         count = c_int()
@@ -132,19 +133,14 @@ class CudaDriver:
         self._calls["cuGetErrorName"](code, byref(text))
         raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
 
-    @property
-    def lock(self) -> AbstractContextManager[bool]:
-        """For `on`, in the caller's statement: there a kept traceback does not keep it. See `Captures`."""
-        return self._captures.lock
-
     def on(self, device: int) -> AbstractContextManager[None]:
-        """Have a device's primary context current. Inside of `lock`: torch begins no capture meanwhile.
+        """Have a device's primary context current. Inside of ``captures.lock``: torch begins none meanwhile.
 
         While one is open anyway, calls are allowed that it would forbid to other threads.
         """
         context, found = self._contexts.get(device) or self._context(device), c_void_p()
         self._calls["cuCtxGetCurrent"](byref(found))
-        if found.value == context.value and not self._captures.may_be_open():
+        if found.value == context.value and not self.captures.may_be_open():
             return _NOTHING
         return self._relaxed(context)
 
@@ -225,17 +221,17 @@ class CudaDriver:
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
-        captures = is_capturing()
-        if captures and not self._captures.is_begun():
-            self._captures.note_other()
-        return captures
+        captured = _is_stream_captured()
+        if captured and not self.captures.is_begun():
+            self.captures.note_other()
+        return captured
 
     def captures_open(self) -> bool:
         """Whether torch captures a graph, or a stream that can be asked does."""
         if self.is_capturing():
             return True
         for device in self.active_devices():
-            with self.lock, self.on(device):
+            with self.captures.lock, self.on(device):
                 if self._is_captured(device):
                     return True
         self._asked_all = True
@@ -247,22 +243,20 @@ class CudaDriver:
         There is no call for a whole context. The default stream answers for all blocking streams, whoever
         made them. If others than torch may capture, the streams of torch's own pools are asked as well.
         """
-        if self._captures.is_begun():
+        if self.captures.is_begun():
             return True
         status, streams = c_int(), [0]
-        if self._captures.may_be_others() or not self._asked_all:
+        if self.captures.may_be_others() or not self._asked_all:
             streams = self._streams.get(device) or self._streams.setdefault(device, _streams_of(device))
         for stream in streams:
             if self._calls["cuStreamIsCapturing"](stream, byref(status)) or status.value:
-                self._captures.note_other()
+                self.captures.note_other()
                 return True
         return False
 
     # --- for each batch, inside `on`
 
     def _new_event(self, device: int) -> Event:
-        if spare := self._events.setdefault(device, []):
-            return spare.pop()
         handle = c_void_p()
         self._call("cuEventCreate", byref(handle), _DISABLE_TIMING)
         return Event(handle, device)
@@ -274,20 +268,22 @@ class CudaDriver:
         """
         if self._is_captured(device):
             return None
-        event = self._new_event(device)
+        spare = self._events[device]
+        event = spare.pop() if spare else self._new_event(device)
         try:
             self._call("cuCtxRecordEvent", self._context(device), event.handle)
         except DriverError as error:
             self.recycle(event)
             if not error.is_of_capture:
                 raise
-            self._captures.note_other()
+            self.captures.note_other()
             return None
         return event
 
     def record(self, stream: int, device: int) -> Event:
         """An event after everything that is queued on a stream now."""
-        event = self._new_event(device)
+        spare = self._events[device]
+        event = spare.pop() if spare else self._new_event(device)
         if code := self._record(event.handle, stream):
             self._fail("cuEventRecord", code)
         return event
@@ -296,7 +292,7 @@ class CudaDriver:
         """Whether the work before an event is done, as far as it may be asked now. Does not wait."""
         code = self._query(event.handle)
         if code in _CAPTURE_ERRORS:  # another thread's, of a package that nobody knew of
-            self._captures.note_other()
+            self.captures.note_other()
         elif code not in (0, _NOT_READY):
             self._fail("cuEventQuery", code)
         return bool(code == 0)
@@ -346,9 +342,13 @@ def _streams_of(device: int) -> list[int]:
 
 def is_capturing() -> bool:
     """Whether the calling thread's current stream captures a graph, or stands still for one that does."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and _is_stream_captured()
+
+
+def _is_stream_captured() -> bool:
     try:
-        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return begun and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
     except RuntimeError as error:  # the default stream, while a blocking stream captures
         if "captur" in str(error):
             return True

@@ -125,7 +125,7 @@ class DeviceGuard(Guard):
             and (last := self._copies[count - 1].event) is not None
         ):
             try:
-                with self.driver.lock, self.driver.on(last.device):
+                with self.driver.captures.lock, self.driver.on(last.device):
                     if not self.driver.is_done(last):
                         break
             except DriverError:
@@ -144,9 +144,10 @@ class DeviceGuard(Guard):
         """See `Guard`: free is what all work queued before the lease's end is done with. Does not wait."""
         if not (ended or at_once):
             return ended
-        free = [place for place in ended if place in self._let_go]
+        free: list[Place] = []
+        for place in ended:
+            (free if place in self._let_go else self._ended).append(place)
         self._let_go.difference_update(free)
-        self._ended += [place for place in ended if place not in free]
         if not self._failed and (len(self._ended) >= GROUP or (at_once and (self._ended or self._waiting))):
             try:
                 self._ask()
@@ -161,7 +162,7 @@ class DeviceGuard(Guard):
         group, recorded = Group({}, self._ended), 0
         devices = self.driver.active_devices()
         for device in devices:
-            with self.driver.lock, self.driver.on(device):
+            with self.driver.captures.lock, self.driver.on(device):
                 event = self.driver.record_all(device) if self._ended else None
                 if event is not None:
                     group.events[device] = event

@@ -6,7 +6,6 @@ only.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -91,14 +90,14 @@ class Delivery:
         batches = self._batches
         if batches is None or flags & REPORTED:
             return None
-        with batches.driver.lock, batches.driver.on(batches.device):
+        with batches.driver.captures.lock, batches.driver.on(batches.device):
             copy = batches.begin(place, anchor, header)
         return copy and functools.partial(self._finish, copy)
 
     def _finish(self, copy: Callable[[], Any]) -> Any:
         batches = self._batches
         assert batches is not None
-        with batches.driver.lock, batches.driver.on(batches.device):
+        with batches.driver.captures.lock, batches.driver.on(batches.device):
             batch = copy()
             self._begin_next(batches)
         return batch
@@ -113,10 +112,12 @@ class Delivery:
             place = table.next_arrived(in_order=self._in_order)
         if place is None or place.seq in self._taken or place.flags & (REPORTED | SPILLED):
             return
-        with contextlib.suppress(Exception):  # too little memory, say: it is tried again when due
+        try:
             anchor, header = table.take(place, early=True)
             self._taken[place.seq] = anchor, header, None
             self._taken[place.seq] = anchor, header, batches.begin(place, anchor, header)
+        except Exception:  # noqa: BLE001 - too little memory, say: it is tried again when due
+            pass
 
     def drop(self) -> None:
         """Drop copies that are no longer due, because their epoch was left."""
@@ -142,7 +143,7 @@ class Delivery:
             batch = to_device(batch, self._device)
         batches = self._batches
         if batches is not None:
-            with batches.driver.lock, batches.driver.on(batches.device):
+            with batches.driver.captures.lock, batches.driver.on(batches.device):
                 self._begin_next(batches)
         return batch
 
@@ -154,7 +155,7 @@ def _driver_for(device: torch.device | None) -> CudaDriver | str:
         return driver
     number = driver.home() if device is None else device.index
     try:
-        with driver.lock, driver.on(number):
+        with driver.captures.lock, driver.on(number):
             event = driver.record_all(number)
     except DriverError as error:
         return f"no event can be recorded on device {number} ({error})"

@@ -87,11 +87,12 @@ class PlaceTable(SlotMemory):
     def can_lease(self, *, asks: bool = True, waits: bool = True) -> bool:
         """Whether one more batch may be leased and ``most_tasks`` tasks still find slots.
 
-        If there is no room else, it ``asks`` an accelerator for places, and ``waits`` a while for them.
+        If there is no room else, it ``asks`` an accelerator for places, and ``waits`` a while for them: not
+        for a batch that is taken early, when it is known that no graph is captured.
         """
         if self._released or self.is_guarded:
             self.collect(at_once=False)
-        if self.is_guarded and not self.guard.admits_leases():
+        if self.is_guarded and waits and not self.guard.admits_leases():
             return False
         budget, kept = self.budget, self.kept
         if self.tasks > budget.most_tasks:

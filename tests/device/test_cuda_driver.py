@@ -163,7 +163,7 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     assert driver.active_devices() == [1]
     driver.register(BIG, LONG)
     driver.unregister(BIG)
-    with driver.lock, driver.on(1):
+    with driver.captures.lock, driver.on(1):
         driver.copy(BIG + 1, BIG + 2, LONG, BIG + 3)
         event = driver.record(BIG + 4, 1)
         driver.wait(BIG + 5, event)
@@ -172,7 +172,7 @@ def test_every_function_is_declared_and_called_as_in_the_header(library: Library
     driver.destroy_stream(stream, 1)
     driver.synchronize()
     driver.recycle(event)
-    with driver.lock, driver.on(1):
+    with driver.captures.lock, driver.on(1):
         assert driver.record_all(1) is event
     handle = 0x6000000000000
     assert library.take() == [
@@ -215,11 +215,11 @@ def test_a_context_that_is_current_is_not_made_so_again(library: Library, driver
     library.take()
     for context, names in zip((CONTEXT - 1, CONTEXT), around, strict=True):
         library.make_current(context)
-        with driver.lock, driver.on(1):
+        with driver.captures.lock, driver.on(1):
             driver.recycle(driver.record(BIG, 1))
         assert library.names() == names
-    driver._captures.note_other()
-    with driver.lock, driver.on(1):
+    driver.captures.note_other()
+    with driver.captures.lock, driver.on(1):
         driver.recycle(driver.record(BIG, 1))
     assert library.names() == around[0]  # a capture elsewhere may forbid calls to this thread
 
@@ -298,7 +298,7 @@ def test_a_capture_from_before_they_were_counted_is_found(library: Library, driv
 def test_an_event_that_meets_a_capture_is_tried_again_after_it(library: Library, driver: CudaDriver) -> None:
     """Of a package that nobody knew of: its capture has ended, and from now on all streams are asked."""
     assert not driver.captures_open()
-    with driver.lock, driver.on(1):
+    with driver.captures.lock, driver.on(1):
         library.answer(900)
         assert driver.record_all(1) is None
         library.answer(0)
@@ -313,7 +313,7 @@ def test_a_question_that_a_capture_forbids_is_asked_again(library: Library, driv
     assert not driver.captures_open()
     guard = DeviceGuard(driver)
     held = guard.hold(None)
-    with driver.lock, driver.on(1):
+    with driver.captures.lock, driver.on(1):
         guard.record_end(held, BIG, 1)
     library.make_current(CONTEXT)
     library.answer(900)
@@ -335,7 +335,7 @@ def test_a_capture_of_others_on_the_current_stream_is_seen(
         patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert driver.is_capturing()
     assert not driver.is_capturing()
-    assert driver._captures.may_be_others()
+    assert driver.captures.may_be_others()
 
 
 class Graph:
@@ -352,7 +352,7 @@ class Graph:
 
 def test_captures_of_torchs_graphs_are_counted(library: Library, driver: CudaDriver) -> None:
     kind = type("Graph", (Graph,), {})
-    driver._captures.count(kind)
+    driver.captures.count(kind)
     assert kind.capture_begin.__doc__ == Graph.capture_begin.__doc__
     graphs = [kind(), kind()]
     assert not driver.captures_open()
@@ -363,7 +363,7 @@ def test_captures_of_torchs_graphs_are_counted(library: Library, driver: CudaDri
     library.take()
     for graph in graphs:
         assert driver.captures_open()
-        with driver.lock, driver.on(1):
+        with driver.captures.lock, driver.on(1):
             assert driver.record_all(1) is None
         graph.capture_end()
     assert not driver.captures_open()
@@ -381,18 +381,18 @@ def test_torchs_own_graphs_are_counted_once() -> None:
 
 def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> None:
     kind = type("Graph", (Graph,), {})
-    driver._captures.count(kind)
+    driver.captures.count(kind)
     graph, order = kind(), list[str]()
 
     def capture() -> None:
         graph.capture_begin()
         order.append("begun")
 
-    with driver.lock, driver.on(1):
+    with driver.captures.lock, driver.on(1):
         thread = threading.Thread(target=capture)
         thread.start()
         thread.join(0.05)
-        with driver.lock, driver.on(1):  # of a finalizer in this thread
+        with driver.captures.lock, driver.on(1):  # of a finalizer in this thread
             driver.recycle(driver.record(BIG, 1))
             assert driver.record_all(1) is None
         order.append("recorded")
@@ -409,7 +409,7 @@ def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(driver:
             raise KeyboardInterrupt
 
     def make_a_call() -> None:
-        with driver.lock, driver.on(1):
+        with driver.captures.lock, driver.on(1):
             driver.recycle(driver.record(BIG, 1))
 
     try:
@@ -419,7 +419,7 @@ def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(driver:
     finally:
         sys.settrace(before)
     kind = type("Graph", (Graph,), {})
-    driver._captures.count(kind)
+    driver.captures.count(kind)
     thread, began_s = threading.Thread(target=kind().capture_begin), time.monotonic()
     thread.start()
     thread.join()
@@ -435,7 +435,7 @@ def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch
             "CUDA error: operation would make the legacy stream depend on a capturing blocking stream"
         )
 
-    driver._captures.note_other()
+    driver.captures.note_other()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
     assert driver.is_capturing()
     assert driver.captures_open()
@@ -463,10 +463,10 @@ def test_threads_make_calls_while_one_waits_for_the_device(library: Library, dri
     full = ctypes.c_int.in_dll(library.inside, "full")
 
     def make_a_call() -> None:
-        with driver.lock, driver.on(1):
+        with driver.captures.lock, driver.on(1):
             full.value = 0
 
-    with driver.lock, driver.on(1):
+    with driver.captures.lock, driver.on(1):
         full.value = 1
         thread = threading.Timer(0.05, make_a_call)
         thread.start()
@@ -479,8 +479,8 @@ def test_a_capture_begins_though_a_call_waits_for_ever(
 ) -> None:
     monkeypatch.setattr(captures, "_MOST_WAIT_S", 0.01)
     kind = type("Graph", (Graph,), {})
-    driver._captures.count(kind)
-    with driver.lock:
+    driver.captures.count(kind)
+    with driver.captures.lock:
         thread = threading.Thread(target=kind().capture_begin)
         thread.start()
         thread.join()

@@ -46,14 +46,14 @@ LONE = _header([Leaf(TENSOR, UINT8, 0, (NBYTES,))], LONE_LEAF)
 
 
 def _begin(batches: DeviceBatches, *arguments):
-    with batches.driver.lock, batches.driver.on(batches.device):
+    with batches.driver.captures.lock, batches.driver.on(batches.device):
         return batches.begin(*arguments)
 
 
 def _sent(table: PlaceTable, place: Place, anchor: np.ndarray, header: bytes):
     """A batch on the device."""
     batches = DeviceBatches(table.guard, 0)
-    with batches.driver.lock, batches.driver.on(batches.device):
+    with batches.driver.captures.lock, batches.driver.on(batches.device):
         return batches.begin(place, anchor, header)()
 
 
@@ -98,7 +98,7 @@ class DeviceMachine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         copy, number = self.ahead.popleft()
-        with self.batches.driver.lock, self.batches.driver.on(0):
+        with self.batches.driver.captures.lock, self.batches.driver.on(0):
             self.held.append((copy(), number))
 
     @precondition(lambda self: self.held)

@@ -425,10 +425,10 @@ def test_inside_a_capture(driver: ScriptedDriver) -> None:
     with DataLoader(Samples(), batch_size=4, num_workers=2, device="cuda") as loader:
         iterator = iter(loader)
         next(iterator)
-        driver.captures.add(0)
+        driver.captured.add(0)
         with pytest.raises(LoaderError, match="Take the batch before the capture begins"):
             next(iterator)
-        driver.captures.clear()
+        driver.captured.clear()
         assert _label(driver, next(iterator)) == 4
 
 
@@ -463,10 +463,10 @@ def test_pinned_batches_inside_a_capture_are_copies(driver: ScriptedDriver) -> N
     with DataLoader(Samples(), batch_size=4, num_workers=2, pin_memory=True) as loader:
         iterator = iter(loader)
         next(iterator)
-        driver.captures.add(0)
+        driver.captured.add(0)
         batch = next(iterator)
         assert (len(driver.pins), loader.statistics().spills) == (0, 1)
-        driver.captures.clear()
+        driver.captured.clear()
         next(iterator)
         assert len(driver.pins) == 0
         assert batch["label"].tolist() == [4, 5, 6, 7]
@@ -483,13 +483,13 @@ def test_nothing_is_pinned_while_another_thread_captures(
         iterator = iter(loader)
         next(iterator)
         driver.pins.clear()
-        driver.captures.add(driver.new_stream())
+        driver.captured.add(driver.new_stream())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             labels = [int(batch.first[0, 0]) for batch in iterator]
         assert loader.statistics().spills > 0
         assert driver.pins == []
-        driver.captures.clear()
+        driver.captured.clear()
     pinned.release_postponed()
     assert labels == list(range(4, 4 * BATCHES, 4))
 

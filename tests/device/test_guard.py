@@ -62,7 +62,7 @@ class GuardedMachine(TableMachine):
 
     @rule(here=st.booleans())
     def begin_or_end_a_capture(self, here: bool) -> None:
-        self.driver.captures ^= {0 if here else self.side}
+        self.driver.captured ^= {0 if here else self.side}
 
     @rule()
     def look(self) -> None:
@@ -84,7 +84,7 @@ class GuardedMachine(TableMachine):
         super().teardown()
         self.nothing_is_violated()
         self.held.clear()
-        self.driver.captures.clear()
+        self.driver.captured.clear()
         pinned.release_postponed()
         assert self.driver.registered == {} or not self.guarded
         self.driver.drain()
@@ -199,7 +199,7 @@ def test_a_batch_that_another_thread_drops_meanwhile_is_guarded(
     for (_, batch), number in zip(held, (7, 8), strict=True):
         driver.read_late(0, batch.ctypes.data, batch.nbytes, number)
     slots = [place for place, _ in held]
-    monkeypatch.setattr(driver, "captures_open", lambda: held.clear() or bool(driver.captures))
+    monkeypatch.setattr(driver, "captures_open", lambda: held.clear() or bool(driver.captured))
     del held[0], batch
     table.collect()
     assert not held
@@ -231,10 +231,10 @@ def test_what_is_captured_elsewhere_is_left_alone(driver: ScriptedDriver) -> Non
     table, side = _table(driver), driver.new_stream()
     place, batch = _batch(table, 7)
     driver.read_late(0, batch.ctypes.data, batch.nbytes, 7)
-    driver.captures.add(side)
+    driver.captured.add(side)
     del batch
     table.collect()
-    driver.captures.clear()
+    driver.captured.clear()
     assert place.state is PlaceState.GUARDED
     table.collect()
     assert place.state is PlaceState.GUARDED
@@ -247,11 +247,11 @@ def test_what_is_captured_elsewhere_is_left_alone(driver: ScriptedDriver) -> Non
 def test_while_this_thread_captures_batches_are_copied(driver: ScriptedDriver) -> None:
     counters = Counters()
     table = _table(driver, counters=counters)
-    driver.captures.add(0)
+    driver.captured.add(0)
     place, _ = _batch(table, 7)
     assert place.state is PlaceState.FREE
     assert (counters.rare["spills"], table.warning) == (1, "")
-    driver.captures.clear()
+    driver.captured.clear()
     assert _batch(table, 8)[0].state is PlaceState.LEASED
     table.close()
 
@@ -335,10 +335,10 @@ def test_nothing_ends_a_capture_at_the_end_of_a_batch(driver: ScriptedDriver) ->
     _, batch = _batch(table, 7)
     table.close()
     driver.read_late(0, batch.ctypes.data, batch.nbytes, 7)
-    driver.captures.add(driver.new_stream())
+    driver.captured.add(driver.new_stream())
     del batch
     assert len(driver.registered) == 1
-    driver.captures.clear()
+    driver.captured.clear()
     driver.drain()
     pinned.release_postponed()
     assert driver.registered == {}
@@ -453,10 +453,10 @@ def test_one_registration_that_cannot_end_does_not_take_others_along(
     table = _table(driver)
     held = [_batch(table, number)[1] for number in (7, 8)]
     table.close()
-    driver.captures.add(driver.new_stream())
+    driver.captured.add(driver.new_stream())
     held.clear()
     assert len(pinned._postponed) == 2
-    driver.captures.clear()
+    driver.captured.clear()
     errors = [RuntimeError("CUDA error: device-side assert triggered")]
 
     def fail_once() -> bool:
@@ -530,11 +530,11 @@ def test_what_is_guarded_when_the_loader_is_closed_is_not_given_back(driver: Scr
     table = _table(driver)
     _, batch = _batch(table, 7)
     driver.read_late(0, batch.ctypes.data, batch.nbytes, 7)
-    driver.captures.add(driver.new_stream())  # so that nothing can wait for the copy now
+    driver.captured.add(driver.new_stream())  # so that nothing can wait for the copy now
     del batch
     table.close()
     driver.drain()
-    driver.captures.clear()
+    driver.captured.clear()
     pinned.release_postponed()
 
 
