@@ -50,9 +50,14 @@ def worker_seeds(base_seed: int, worker_id: int) -> Seeds:
 
 
 def seed_worker_process(base_seed: int, worker_id: int) -> None:
-    """Seed the global generators of a worker process, on every device, as torch's workers do."""
+    """Seed the global generators of a worker process, on every device, as torch's workers do.
+
+    ``torch.manual_seed`` formats the stack for each kind of device, also where torch is built for none; that
+    takes half of a worker's start.
+    """
     seeds = worker_seeds(base_seed, worker_id)
-    torch.manual_seed(seeds.torch_seed)
+    for_cpus = torch.accelerator.current_accelerator() is None
+    (torch.default_generator.manual_seed if for_cpus else torch.manual_seed)(seeds.torch_seed)
     random.seed(seeds.random_seed)
     np.random.seed(seeds.numpy_seed)  # noqa: NPY002 - what torch seeds
 
