@@ -39,8 +39,9 @@ multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
 
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
+IN_CI = LONG or "CI" in os.environ
 if not LONG:  # a sample of the random runs of tests that name no number
-    settings.register_profile("sample", max_examples=30)
+    settings.register_profile("sample", max_examples=30 if IN_CI else 10)
     settings.load_profile("sample")
 LONG_TIMEOUT_S = 1800  # of a test with all its random runs
 LONG_FILES = frozenset(
@@ -77,10 +78,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for name, product in products.items() for item in product} - {
         item for name, product in products.items() for item in _with_each_value(product, name)
     }
+    if not IN_CI:
+        left_out.update(
+            _left_to_ci([item for item in rest if item.path not in named and item not in left_out])
+        )
     kept = [item for item in rest if item not in left_out]
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=list(set(items) - set(kept)))
         items[:] = kept
+
+
+def _left_to_ci(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of heavy tests beyond those that run everywhere; always the same."""
+    heavy: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("in_ci"):
+            heavy.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in heavy.items():
+        random.Random(name).shuffle(cases)
+        marker = cases[0].get_closest_marker("in_ci")
+        yield from cases[marker.args[0] if marker and marker.args else 0 :]
 
 
 def _with_each_value(product: list[pytest.Function], seed: str) -> Iterator[pytest.Function]:

@@ -114,6 +114,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize(("module", "name", "why"), NAMES, ids=[name for _, name, _ in NAMES])
 def test_without_a_name_importing_works_and_the_reason_names_it(
     run: Run, module: str, name: str, why: str
@@ -364,6 +365,7 @@ CHANGED_SAMPLERS = {
 }
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("case", CHANGED_SAMPLERS)
 def test_changed_samplers_are_followed_and_a_warning_says_so(run: Run, case: str) -> None:
     name, old, new = CHANGED_SAMPLERS[case]

@@ -98,6 +98,7 @@ def test_every_kind_of_batch_is_left_alone_without_workers() -> None:
     assert_plays(_quiet(lambda build: _all_cases(build, 0)))
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("collate", [default_collate, default_convert])
 def test_default_collation_makes_torchs_batch_or_raises_its_error(collate: Any, workers: int) -> None:
@@ -152,6 +153,7 @@ def test_a_collate_function_of_ones_own_gives_what_it_gives_torch(workers: int) 
 SIZES = [2**10, 2**16, 100 * 2**20, 2**10, 8, 9 * 2**20, 2**12, 40 * 2**20, 2**10, 2**20, 0, 2**13]
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("together", [False, True], ids=["dropped", "held"])
 def test_batches_may_change_their_size_from_bytes_to_100_mb(together: bool) -> None:
     """Each batch is right when it comes, and if it is held, also after the last has come."""

@@ -81,6 +81,7 @@ def _run_on(iterator: Iterator[Any], count: int) -> None:
     gc.collect()
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "array", "F array", "permuted"])
 def test_what_is_derived_from_a_batch_keeps_it_unchanged(kind: str) -> None:
     """The program holds one derived object of each batch, of every sort, and far more batches follow."""

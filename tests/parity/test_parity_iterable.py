@@ -21,6 +21,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_uneven_and_empty_workers_yield_torchs_batches(persistent: bool) -> None:
     """Every worker comes to its own end, in torch's order, and drops its own last batch."""

@@ -95,6 +95,7 @@ def test_draws_and_states_are_torchs(play: Play, how: str) -> None:
     assert_plays(lambda build: play(build, shuffle=True, **HOW[how]))
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("play", [broken_off, created_early])
@@ -113,6 +114,7 @@ def test_a_generator_of_the_callers_is_drawn_from_as_by_torch(play: Play, how: s
     assert_plays(with_generator)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("sampler", [EagerSampler, LazySampler])

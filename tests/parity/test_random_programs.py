@@ -25,6 +25,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, AT_ONCE))
 def test_random_programs_are_torchs(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     grow_at(monkeypatch, {2, 6, 11})

@@ -18,6 +18,7 @@ PROGRAM = str(Path(__file__).parents[1] / "planted_causes.py")
 A_TENTH = {"cpu.cfs_quota_us": "10000"}, {"cpu.max": "10000 100000"}
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("cause", [cause for cause in PLANTED if cause is not Cause.THROTTLED])
 def test_the_planted_cause_is_named(cause: Cause) -> None:
     command = [*warm_python(), "-W", "ignore", PROGRAM, cause]
@@ -26,6 +27,7 @@ def test_the_planted_cause_is_named(cause: Cause) -> None:
     assert found == cause, text
 
 
+@pytest.mark.in_ci
 def test_a_throttled_cgroup_is_named() -> None:
     with cgroup("cpu", *A_TENTH) as folder:
         command = ["bash", "-c", f'{entering(folder)} && exec "$@"', "bash"]

@@ -196,6 +196,7 @@ def test_a_trace_shows_every_process(tmp_path: Path) -> None:
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
+@pytest.mark.in_ci
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     program = """
 import sys

@@ -120,6 +120,7 @@ def rest(loader: Loader, state: dict[str, Any], epoch: int) -> list[list[list[in
     return epochs
 
 
+@pytest.mark.in_ci(5)
 @pytest.mark.each_value
 @pytest.mark.parametrize(("kind", "workers"), COMBINED)
 def test_the_state_is_of_the_batch_that_came_out(kind: str, workers: str) -> None:
@@ -230,6 +231,7 @@ def test_epochs_in_one_pass_are_followed_in_turn(limit: int | None) -> None:
     assert count == len(places)
 
 
+@pytest.mark.in_ci(5)
 @pytest.mark.each_value
 @pytest.mark.parametrize(("kind", "workers"), COMBINED)
 def test_a_state_after_any_number_of_batches(kind: str, workers: str) -> None:

@@ -13,6 +13,7 @@ PROGRAM = Path(__file__).parents[1] / "killed_hand_made.py"
 KILLS = 250 if os.environ.get("SHMLOADER_LONG") == "1" else 12
 
 
+@pytest.mark.in_ci
 @pytest.mark.timeout(3600)
 def test_programs_that_were_killed_go_on_with_the_batch_after_the_last_checkpoint(tmp_path: Path) -> None:
     """With threads for an epoch and for all epochs, in the same thread, and eager; one worker or two."""

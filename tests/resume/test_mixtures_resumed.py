@@ -126,6 +126,7 @@ def run_program(seed: int) -> None:
     assert not ended or len(seen) >= len(list(whole)), f"program {seed}: samples are missing"
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("part", range(10))
 def test_random_mixtures_go_on_exactly_on_other_ranks(part: int) -> None:
     for seed in range(part, PROGRAMS // 2, 10):
@@ -171,6 +172,7 @@ def run_token_program(seed: int) -> None:
     assert len(seen) - len(wanted) < most_more, f"program {seed}: more than padding came"
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.parametrize("part", range(10))
 def test_random_token_batches_go_on_exactly_on_other_ranks(part: int) -> None:
     for seed in range(part, PROGRAMS // 2, 10):

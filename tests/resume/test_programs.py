@@ -72,6 +72,7 @@ def kill_after(path: Path, lines: int) -> list[str]:
     return printed
 
 
+@pytest.mark.in_ci
 @pytest.mark.parametrize("workers", [pytest.param([2, 0, 1], marks=pytest.mark.long), [0, 2, 2]], ids=str)
 def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[int], tmp_path: Path) -> None:
     """Killed in the first epoch and in the second; each run has another number of workers.
@@ -182,6 +183,7 @@ def printed_by_ranks(logs: Path) -> list[Batch]:
     return [(int(one[1]), int(one[2]), json.loads(one[3])) for one in found if one]
 
 
+@pytest.mark.in_ci
 def test_three_ranks_go_on_where_two_were_killed(tmp_path: Path) -> None:
     """Batches have another size, and each sample of the epoch comes once over both runs."""
     path = tmp_path / "train.py"

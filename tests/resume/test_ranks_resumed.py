@@ -31,6 +31,7 @@ def taken(loader: DataLoader[Any], batches: int) -> tuple[list[Any], State]:
     return had, state
 
 
+@pytest.mark.in_ci
 @pytest.mark.filterwarnings("ignore:torch.distributed is .*uninitialized")
 @given(st.data())
 @settings(max_examples=200 if LONG else 40, deadline=None)

@@ -174,6 +174,7 @@ def test_a_sampler_that_draws_at_once_goes_on(drawn_from: str, epochs_before: in
         assert values(other) == rest[0]
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("epochs_before", [0, 1])

@@ -61,6 +61,7 @@ WAYS: dict[str, IterableDataset[int]] = {
 }
 
 
+@pytest.mark.in_ci(4)
 @pytest.mark.each_value
 @pytest.mark.parametrize("workers", [0, 3])
 @pytest.mark.parametrize("dataset", WAYS.values(), ids=WAYS)
@@ -174,6 +175,7 @@ def test_persistent_workers_begin_each_epoch_anew(monkeypatch: pytest.MonkeyPatc
 # --- what is refused
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("kind", [ByItself, ByItselfTooLate])
 def test_a_dataset_that_may_divide_itself_is_an_error_at_the_line_that_reads(
@@ -258,6 +260,7 @@ def test_what_fails_in_one_worker_costs_at_most_a_batch_of_its_own(at: int) -> N
     assert with_errors(loader) == expected
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:to resume,")
 @pytest.mark.parametrize("taken", range(7))

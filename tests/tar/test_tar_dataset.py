@@ -290,6 +290,7 @@ def mutate(data: bytearray, dice: random.Random) -> None:
         data[header + 148 : header + 156] = b"%06o\0 " % sum(block)
 
 
+@pytest.mark.in_ci
 @pytest.mark.filterwarnings("ignore:.* without an extension")
 def test_mutated_archives_are_an_error_with_the_offset_or_other_samples(tmp_path: Path) -> None:
     """No other exception, and no hang: each archive is read whole."""
@@ -318,6 +319,7 @@ def test_mutated_archives_are_an_error_with_the_offset_or_other_samples(tmp_path
     assert min(refused, read) > MUTATIONS // 10
 
 
+@pytest.mark.in_ci
 def test_the_index_of_many_samples_is_small(tmp_path: Path) -> None:
     count = 20_000
     path = write(tmp_path / "many.tar", ((f"{n:08}.cls", b"1") for n in range(count)))

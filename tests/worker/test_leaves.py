@@ -76,6 +76,7 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
 }
 
 
+@pytest.mark.in_ci(12)
 @pytest.mark.parametrize("protocol", [4, 5])
 @pytest.mark.parametrize("name", ARRAYS)
 def test_an_array_arrives_as_by_pickles_default_protocol(
@@ -134,6 +135,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.in_ci
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other heaps have other rules")
 def test_the_memory_of_large_bytes_is_used_again() -> None:
     command = [sys.executable, "-c", _DECODES]
@@ -304,6 +306,7 @@ AS_WITHOUT_SLOTS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.in_ci(6)
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize("name", AS_WITHOUT_SLOTS)
 def test_batches_that_look_like_leaves_arrive_as_what_they_are(name: str, times: int) -> None:
@@ -405,6 +408,7 @@ LONE: dict[str, torch.Tensor] = {
 }
 
 
+@pytest.mark.in_ci(8)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", LONE)
 def test_a_tensor_alone_arrives_as_inside_a_list(name: str) -> None:

@@ -460,6 +460,7 @@ def scripted(rows: list[torch.Tensor]) -> Any:
     return torch.stack(rows), torch.jit.script(stack_and_subtract)(rows)
 
 
+@pytest.mark.in_ci(2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("collate", [compiled, compiled_before, traced, scripted])
 def test_compiled_and_traced_functions_are_torchs(collate: Any) -> None:

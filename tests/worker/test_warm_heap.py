@@ -71,6 +71,7 @@ def test_nor_do_they_in_workers_that_are_not_forked(method: str, warm_helpers: N
     assert faults_of_a_batch(multiprocessing_context=method) < PAGES_OF_A_BATCH / 20
 
 
+@pytest.mark.in_ci(1)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -91,6 +92,7 @@ def set_small_heap(worker_id: int) -> None:
     ctypes.CDLL(None).mallopt(-4, 65536)  # M_MMAP_MAX
 
 
+@pytest.mark.in_ci
 def test_a_worker_init_fn_has_the_last_word() -> None:
     assert faults_of_a_batch(worker_init_fn=set_small_heap) > PAGES_OF_A_BATCH
 
@@ -186,6 +188,7 @@ def test_free_memory_goes_back_before_an_epoch_on_a_host_that_is_short(
 ASKS = "from shmloader.worker.heap import warm_heap; print(warm_heap(1) is None)"
 
 
+@pytest.mark.in_ci
 def test_nothing_happens_with_another_allocator(tmp_path: Path) -> None:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:

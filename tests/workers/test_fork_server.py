@@ -111,6 +111,7 @@ WITH_A_STORE = """
     """
 
 
+@pytest.mark.in_ci
 @pytest.mark.parametrize("has_store", [True, False])
 def test_the_server_imports_what_reads_stores_if_the_program_has_one(has_store: bool, tmp_path: Path) -> None:
     lines = _run(tmp_path, WITH_A_STORE.replace("STORE", str(has_store)), looks=HAS_PYARROW)
@@ -136,6 +137,7 @@ EDITS_AND_RELOADS = """
     """
 
 
+@pytest.mark.in_ci
 def test_a_module_that_was_edited_and_reloaded_runs_new_in_the_workers(tmp_path: Path) -> None:
     lines = _run(tmp_path, EDITS_AND_RELOADS, edited=EDITED.format(offset=100))
     assert lines == ["[[100], [101]]", "[[20000], [20001]]"]

@@ -67,6 +67,7 @@ def test_memory_is_constant_and_nothing_else_differs() -> None:
     assert "workers replaced for their memory" in str(statistics)
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,6 +100,7 @@ def test_order_and_draws_are_those_of_an_undrained_run(options: dict[str, Any]) 
     assert renewed >= 2
 
 
+@pytest.mark.in_ci
 def test_all_start_methods(start_method: str) -> None:
     expected = values(loader_of(Leaking(150), None, num_workers=1))
     # A spawned worker has torch's memory for itself.
@@ -141,6 +143,7 @@ def test_a_worker_that_is_killed_as_it_hands_over(tmp_path: Path) -> None:
         list(loader)
 
 
+@pytest.mark.in_ci
 def test_kills_at_random_moments_lose_no_batch() -> None:
     """Of workers that are replaced all the time."""
     chance = random.Random(2)

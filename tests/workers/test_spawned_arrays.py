@@ -92,6 +92,7 @@ def shared() -> dict[str, Any]:
     return described(DataLoader, share_dataset=True)
 
 
+@pytest.mark.in_ci(14)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_array_is_what_it_is_in_torchs_worker(
     name: str, of_torch: dict[str, Any], of_ours: dict[str, Any]
@@ -99,6 +100,7 @@ def test_an_array_is_what_it_is_in_torchs_worker(
     assert of_ours[name] == of_torch[name]
 
 
+@pytest.mark.in_ci(14)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shared_array_differs_only_by_being_read_only_where_it_is_shared(
     name: str, of_torch: dict[str, Any], shared: dict[str, Any]
