@@ -50,11 +50,12 @@ class Registration:
         self.address = None
         if synchronize:
             try:
-                postponed = self._driver.captures_open()
-                if not postponed:
-                    self._driver.synchronize()
+                with self._driver.captures.lock:  # torch begins none between the two calls
+                    postponed = self._driver.captures_open()
+                    if not postponed:
+                        self._driver.synchronize()
             except DriverError as error:
-                postponed = error.is_of_capture  # it was begun in this moment; else the work has failed
+                postponed = error.is_of_capture  # another package has begun one; else the work has failed
             except RuntimeError:  # of torch, since the work has failed
                 return
             if postponed:

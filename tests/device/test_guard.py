@@ -1,5 +1,6 @@
 """Page-locked slots and their guard, against a scripted driver: no late copy ever reads wrong bytes."""
 
+import threading
 import warnings
 
 import numpy as np
@@ -360,6 +361,34 @@ def test_a_capture_that_begins_meanwhile_postpones_the_end(
     assert len(driver.registered) == 1
     pinned.release_postponed()
     assert driver.registered == {}
+
+
+def test_a_capture_of_torchs_begins_when_the_wait_for_devices_is_over(
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To wait for a device ends a capture."""
+
+    class Graph:
+        def capture_begin(self) -> None:
+            order.append("begun")
+
+        def capture_end(self) -> None: ...
+
+    def synchronize() -> None:
+        thread.start()
+        thread.join(0.05)
+        order.append("waited")
+
+    order: list[str] = []
+    driver.captures.count(Graph)
+    thread = threading.Thread(target=Graph().capture_begin)
+    table = _table(driver)
+    _, batch = _batch(table, 7)
+    table.close()
+    monkeypatch.setattr(driver, "synchronize", synchronize)
+    del batch
+    thread.join()
+    assert (order, driver.registered) == (["waited", "begun"], {})
 
 
 @pytest.mark.parametrize("call", ["unregister", "captures_open"])
