@@ -49,6 +49,7 @@ class Report:
 
 _seen: dict[int, Report] = {}  # by the ``id`` of a loader that lives: one may be equal to another
 _listeners: list[Callable[[Report], None]] = []
+_patches = Patches()  # once for all listeners: they need not end in the order in which they began
 
 
 def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
@@ -68,13 +69,14 @@ def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
 
 def listen(listener: Callable[[Report], None]) -> Callable[[], None]:
     """Have reports of this process given to a function; returns the function that ends it."""
-    loader_class, patches = torch.utils.data.DataLoader, Patches()
-    patches.wrap(loader_class, "__iter__", lambda torchs_iter, loader: begin(loader, torchs_iter))
+    loader_class = torch.utils.data.DataLoader
     _listeners.append(listener)
+    _patches.wrap(loader_class, "__iter__", lambda torchs_iter, loader: begin(loader, torchs_iter))
 
     def stop() -> None:
         _listeners.remove(listener)
-        patches.undo()
+        if not _listeners:
+            _patches.undo()
 
     return stop
 

@@ -141,17 +141,18 @@ class ProcessWorker:
 
     def close_pipes(self) -> None:
         """Close the pipes, which tells the worker to end."""
-        for fd in (self.requests_fd, self.answers_fd):
+        # First forgotten: another thread may fork meanwhile, and open a descriptor of the same number.
+        fds, self.requests_fd, self.answers_fd = (self.requests_fd, self.answers_fd), -1, -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self.requests_fd = self.answers_fd = -1
 
     def close_descriptors(self) -> None:
         """Close this side's descriptors; then only the exit code shows whether the process has ended."""
         self.close_pipes()
-        if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
-            os.close(self.death_fd)
-        self.death_fd = -1
+        fd, self.death_fd = self.death_fd, -1
+        if fd >= 0 and fd != self.process.sentinel:
+            os.close(fd)
 
 
 class ProcessWorkers(BaseWorkers):
