@@ -299,6 +299,8 @@ class ProcessWorkers(BaseWorkers):
 
     def ready(self) -> list[ProcessWorker]:
         """The workers that have sent something or ended, without a wait."""
+        if self._readiness is not None:
+            self._readiness.clear()
         spoke = self.wait(0.0)
         if self._readiness is not None and not spoke:
             self._readiness.follow(self.workers)
@@ -309,11 +311,16 @@ class ProcessWorkers(BaseWorkers):
         if self._readiness is None:
             from shmloader.workers.readiness import Readiness
 
-            self._readiness = Readiness()
-            self._readiness.follow(self.workers)
+            made = Readiness()
+            self._readiness = self._readiness or made  # another thread may have made one
             if self.interrupted or self.closed:
                 self._readiness.set()
         return self._readiness.fd
+
+    def tell(self) -> None:
+        """Make `fileno` readable until `ready` is called."""
+        if self._readiness is not None:
+            self._readiness.tell()
 
     def interrupt(self) -> None:
         """Make `wait`, in another thread, return at once from now on."""

@@ -11,6 +11,7 @@ import random
 import re
 import select
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -373,6 +374,60 @@ def test_a_thread_inside_next_is_not_waited_for() -> None:
         inside.join()
         assert found[0][0, 0] == 0
         assert next(iterator)[0, 0] == 3
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_whoever_waits_is_told_of_what_another_call_has_received(worker_type: Any) -> None:
+    """By another thread, say: one batch is returned, the next one comes with it, then the epoch ends."""
+    dataset = Held(6)
+    with loader_of(dataset, num_workers=1, worker_type=worker_type, persistent_workers=True) as loader:
+        iterator, poller = iter(loader), select.poll()
+        poller.register(iterator.fileno(), select.POLLIN)
+        with pytest.raises(NotReady):
+            iterator.try_next()
+        assert poller.poll(0) == []
+        dataset.released.set()
+        time.sleep(0.5)  # until both batches are sent
+        assert next(iterator)[0, 0] == 0
+        assert poller.poll(DEADLINE_S * 1000)
+        assert iterator.try_next()[0, 0] == 3
+        assert next(iterator, None) is None
+        assert poller.poll(DEADLINE_S * 1000)
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_threads_that_all_wait_for_the_descriptor_end(worker_type: Any) -> None:
+    with loader_of(Numbered(120, delay_s=0.001), worker_type=worker_type, persistent_workers=True) as loader:
+        iterator, found = iter(loader), list[Outcome]()
+        threads = [threading.Thread(target=lambda: found.append(polled(iterator))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(batch[0][0] for one in found for batch in one) == list(range(0, 120, 3))
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_threads_that_ask_at_once_get_the_same_descriptor(worker_type: Any) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            with loader_of(Numbered(3), num_workers=1, worker_type=worker_type) as loader:
+                iterator, found, together = iter(loader), set[int](), threading.Barrier(3)
+
+                def ask(iterator: Any = iterator, found: set[int] = found, together: Any = together) -> None:
+                    together.wait()
+                    found.add(iterator.fileno())
+
+                threads = [threading.Thread(target=ask) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert found == {iterator.fileno()}
+    finally:
+        sys.setswitchinterval(before)
 
 
 def end_slowly(worker_id: int) -> None:

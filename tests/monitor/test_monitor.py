@@ -59,7 +59,7 @@ with shmloader.monitor.Monitor():
 
 
 def test_a_worker_that_is_forked_during_the_first_reading_loads() -> None:
-    """One that was forked while the reading thread imported a module that it needs too would wait for ever."""
+    """One that was forked while the thread imported a module that it needs too would wait for ever."""
     command = [sys.executable, "-c", IMPORTS_SLOWLY]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "8\n", done.stderr

@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 from loading import Numbered
-from robustness.processes import LONG, python
 
+from robustness.processes import LONG, python
 from shmloader import DataLoader
 from shmloader.workers.processes import ProcessWorker
 
