@@ -160,6 +160,7 @@ class ProcessWorkers(BaseWorkers):
 
     workers: list[ProcessWorker]  # by their number; empty after `close`
     look_again_ns = SPIN_NS
+    _readiness: Readiness | None = None  # once `fileno` was called
 
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers = []
@@ -171,7 +172,6 @@ class ProcessWorkers(BaseWorkers):
         self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
-        self._readiness: Readiness | None = None  # once `fileno` was called
         self._wake = Descriptor(-1)  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
         with HeldInterrupts():
@@ -311,10 +311,11 @@ class ProcessWorkers(BaseWorkers):
         if self._readiness is None:
             from shmloader.workers.readiness import Readiness
 
-            made = Readiness()
-            self._readiness = self._readiness or made  # another thread may have made one
+            # Another thread may have made one.
+            readiness: Readiness = vars(self).setdefault("_readiness", Readiness())
             if self.interrupted or self.closed:
-                self._readiness.set()
+                readiness.set()
+            return readiness.fd
         return self._readiness.fd
 
     def tell(self) -> None:
