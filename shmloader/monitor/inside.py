@@ -180,8 +180,8 @@ def _variable(frame: types.FrameType | None, test: Callable[[Any], bool]) -> tup
 def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
     names = frame.f_locals
     held = list(names.items())
-    # Before Python 3.13 a function's are a copy, which would keep its variables alive. The program has it too if
-    # it has called ``locals()``.
+    # Before Python 3.13 a function's are a copy, which would keep its variables alive. The program has it
+    # too, if it has called ``locals()``.
     is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(names) is dict
     if is_copy and sys.getrefcount(names) <= _REFERENCES:
         names.clear()
