@@ -186,7 +186,8 @@ def is_led_to_by_close(error: BaseException, interrupted: bool) -> bool:
     if isinstance(error, LoaderClosed):
         return _is_cut_off()
     kinds = (LoaderError, OSError, ValueError, LookupError, AssertionError)
-    return interrupted and isinstance(error, kinds)
+    # The end of an epoch stops workers too: whoever asks meanwhile, in another thread, may ask again.
+    return interrupted and isinstance(error, kinds) and not isinstance(error, Occupied)
 
 
 def closed_meanwhile(because: str) -> BaseException:

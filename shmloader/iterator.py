@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from shmloader import interrupts, torch_private
 from shmloader.codec import Decoder
-from shmloader.errors import LoaderClosed, LoaderError, SpillWarning, warn
+from shmloader.errors import LoaderClosed, LoaderError, NotReady, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.failures.exceptions import restore
@@ -74,6 +74,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         self._lifecycle = Lifecycle()
         self._recorder: Recorder | None = None  # of this epoch, if it is profiled
         self._waits = True  # whether the present call waits for its batch
+        self._is_watched = False  # whether `fileno` was called
         self._calls: list[EpochCall] = []  # of ``set_epoch()``, not sent to workers yet
         # Calls that lead a changed dataset back to the present epoch, in a worker that replaces another.
         self._calls_back: list[EpochCall] = []
@@ -223,6 +224,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 batch = self._next_data()
                 self._num_yielded += 1
             lifecycle.leave()
+            if self._is_watched:  # another thread or task may wait, and the next batch be here
+                self._all_workers.tell()
             lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
@@ -230,6 +233,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             lifecycle.fail(error)
             if progress is not None and is_from_outside:
                 progress.take_back(self._done_before)
+            if self._is_watched and not isinstance(error, NotReady):
+                self._all_workers.tell()
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
             if interrupts.is_led_to_by_close(error, self._all_workers.interrupted):
                 raise interrupts.closed_meanwhile(self._all_workers.closed_because) from error
@@ -238,9 +243,11 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
     def fileno(self) -> int:
         """A descriptor for ``select``: call `try_next` until it raises `NotReady`, then wait for this.
 
-        It is readable when a worker has sent something or has ended, and for good once the iterator is
-        closed. It stays the same, and open, as long as the iterator lives. Only wait for it.
+        It is readable when a worker has sent something or has ended, after a call that took a batch (another
+        thread may wait for the next one), and for good once the iterator is closed. It stays the same, and
+        open, as long as the iterator lives. Only wait for it.
         """
+        self._is_watched = True
         return self._all_workers.fileno()
 
     def _next_data(self) -> Any:

@@ -244,6 +244,7 @@ class Exchange:
         return records
 
     def _accept(self, worker: Worker, records: bytes) -> None:
+        self._nothing_since_s = None
         for begin in range(0, len(records), wire.ANSWER_NBYTES):
             if records[begin] == wire.PUBLISHED:
                 seq, slot_nbytes, header_begin, header_end, wait_ns, made_ns, flags = wire.unpack_published(

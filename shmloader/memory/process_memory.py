@@ -20,7 +20,8 @@ def read_memory(pid: int) -> dict[str, int]:
     is gone or the kernel is older than Linux 4.14.
     """
     try:
-        lines = Path("/proc", str(pid), "smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
+        # Not as text: a codec is imported once, and a process that is forked meanwhile never gets it.
+        lines = Path("/proc", str(pid), "smaps_rollup").read_bytes().decode().splitlines()[1:]
     except OSError:
         return {}
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -47,8 +48,10 @@ class Report:
     error: str = ""  # why the dataset could not be looked at; "" if it was
 
 
+_REFERENCES = 3  # to the copy of a frame's variables: the frame's, ours, and that of a call
 _seen: dict[int, Report] = {}  # by the ``id`` of a loader that lives: one may be equal to another
 _listeners: list[Callable[[Report], None]] = []
+_patches = Patches()  # once for all listeners: they need not end in the order in which they began
 
 
 def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
@@ -68,13 +71,14 @@ def begin(loader: Any, torchs_iter: Callable[[Any], Any]) -> Any:
 
 def listen(listener: Callable[[Report], None]) -> Callable[[], None]:
     """Have reports of this process given to a function; returns the function that ends it."""
-    loader_class, patches = torch.utils.data.DataLoader, Patches()
-    patches.wrap(loader_class, "__iter__", lambda torchs_iter, loader: begin(loader, torchs_iter))
+    loader_class = torch.utils.data.DataLoader
     _listeners.append(listener)
+    _patches.wrap(loader_class, "__iter__", lambda torchs_iter, loader: begin(loader, torchs_iter))
 
     def stop() -> None:
         _listeners.remove(listener)
-        patches.undo()
+        if not _listeners:
+            _patches.undo()
 
     return stop
 
@@ -176,6 +180,9 @@ def _variable(frame: types.FrameType | None, test: Callable[[Any], bool]) -> tup
 def _variables(frame: types.FrameType) -> list[tuple[str, Any]]:
     names = frame.f_locals
     held = list(names.items())
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(names) is dict:
-        names.clear()  # before Python 3.13 a function's are a copy, which would keep its variables alive
+    # Before Python 3.13 a function's are a copy, which would keep its variables alive. The program has it
+    # too, if it has called ``locals()``.
+    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(names) is dict
+    if is_copy and sys.getrefcount(names) <= _REFERENCES:
+        names.clear()
     return held

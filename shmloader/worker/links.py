@@ -78,7 +78,9 @@ class Wakeup(SimpleQueue[None]):
     def fileno(self) -> int:
         """A descriptor that is readable from `put` to `clear`; closed when no thread has the queue."""
         if self._event is None:
-            self._event = OwnDescriptor(os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            made = OwnDescriptor(os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            event: OwnDescriptor = vars(self).setdefault("_event", made)  # another thread may have made one
+            return event.fd
         return self._event.fd
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:

@@ -141,17 +141,18 @@ class ProcessWorker:
 
     def close_pipes(self) -> None:
         """Close the pipes, which tells the worker to end."""
-        for fd in (self.requests_fd, self.answers_fd):
+        # First forgotten: another thread may fork meanwhile, and open a descriptor of the same number.
+        fds, self.requests_fd, self.answers_fd = (self.requests_fd, self.answers_fd), -1, -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self.requests_fd = self.answers_fd = -1
 
     def close_descriptors(self) -> None:
         """Close this side's descriptors; then only the exit code shows whether the process has ended."""
         self.close_pipes()
-        if self.death_fd >= 0 and self.death_fd != self.process.sentinel:
-            os.close(self.death_fd)
-        self.death_fd = -1
+        fd, self.death_fd = self.death_fd, -1
+        if fd >= 0 and fd != self.process.sentinel:
+            os.close(fd)
 
 
 class ProcessWorkers(BaseWorkers):
@@ -159,6 +160,7 @@ class ProcessWorkers(BaseWorkers):
 
     workers: list[ProcessWorker]  # by their number; empty after `close`
     look_again_ns = SPIN_NS
+    _readiness: Readiness | None = None  # once `fileno` was called
 
     def __init__(self, context: Any, make_arguments: MakeArguments, num_workers: int) -> None:
         self.workers = []
@@ -170,7 +172,6 @@ class ProcessWorkers(BaseWorkers):
         self._by_fd: dict[int, ProcessWorker] = {}
         self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
-        self._readiness: Readiness | None = None  # once `fileno` was called
         self._wake = Descriptor(-1)  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
         with HeldInterrupts():
@@ -298,6 +299,8 @@ class ProcessWorkers(BaseWorkers):
 
     def ready(self) -> list[ProcessWorker]:
         """The workers that have sent something or ended, without a wait."""
+        if self._readiness is not None:
+            self._readiness.clear()
         spoke = self.wait(0.0)
         if self._readiness is not None and not spoke:
             self._readiness.follow(self.workers)
@@ -308,11 +311,17 @@ class ProcessWorkers(BaseWorkers):
         if self._readiness is None:
             from shmloader.workers.readiness import Readiness
 
-            self._readiness = Readiness()
-            self._readiness.follow(self.workers)
+            # Another thread may have made one.
+            readiness: Readiness = vars(self).setdefault("_readiness", Readiness())
             if self.interrupted or self.closed:
-                self._readiness.set()
+                readiness.set()
+            return readiness.fd
         return self._readiness.fd
+
+    def tell(self) -> None:
+        """Make `fileno` readable until `ready` is called."""
+        if self._readiness is not None:
+            self._readiness.tell()
 
     def interrupt(self) -> None:
         """Make `wait`, in another thread, return at once from now on."""

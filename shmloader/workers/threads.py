@@ -136,6 +136,11 @@ class ThreadWorkers(BaseWorkers):
         """A descriptor that is readable once `ready` finds more than it did last, and after `close`."""
         return self._wakeup.fileno()
 
+    def tell(self) -> None:
+        """Make `fileno` readable until `ready` is called."""
+        if self._wakeup.empty():
+            self._wakeup.put(None)
+
     def interrupt(self) -> None:
         """Wake `wait` by the queue, for good."""
         self.interrupted = True

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import multiprocessing.util
 import os
 import random
 import re
 import select
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -315,6 +317,29 @@ def test_a_hang_ends_with_the_timeout(waits_for: WaitsFor, monkeypatch: pytest.M
         assert "__getitem__" in said[-1]
 
 
+class Later(Held):
+    """The first batch comes after a moment, the others once they are released."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= 3:
+            return super().__getitem__(index)
+        time.sleep(0.1)
+        return Numbered.__getitem__(self, index)
+
+
+def test_the_timeout_does_not_count_from_before_a_batch_that_next_has_taken() -> None:
+    dataset = Later(6)
+    with loader_of(dataset, num_workers=1, timeout=5) as loader:
+        iterator = iter(loader)
+        with pytest.raises(NotReady):
+            iterator.try_next()
+        time.sleep(5.1)  # in which the program did something else
+        assert next(iterator)[0, 0] == 0
+        with pytest.raises(NotReady):
+            iterator.try_next()
+        dataset.released.set()
+
+
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
 def test_close_in_another_thread_wakes_whoever_waits(worker_type: Any) -> None:
     with loader_of(Numbered(30, delay_s=1.0), worker_type=worker_type) as loader:
@@ -349,6 +374,83 @@ def test_a_thread_inside_next_is_not_waited_for() -> None:
         inside.join()
         assert found[0][0, 0] == 0
         assert next(iterator)[0, 0] == 3
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_whoever_waits_is_told_of_what_another_call_has_received(worker_type: Any) -> None:
+    """By another thread, say: one batch is returned, the next one comes with it, then the epoch ends."""
+    dataset = Held(6)
+    with loader_of(dataset, num_workers=1, worker_type=worker_type, persistent_workers=True) as loader:
+        iterator, poller = iter(loader), select.poll()
+        poller.register(iterator.fileno(), select.POLLIN)
+        with pytest.raises(NotReady):
+            iterator.try_next()
+        assert poller.poll(0) == []
+        dataset.released.set()
+        time.sleep(0.5)  # until both batches are sent
+        assert next(iterator)[0, 0] == 0
+        assert poller.poll(DEADLINE_S * 1000)
+        assert iterator.try_next()[0, 0] == 3
+        assert next(iterator, None) is None
+        assert poller.poll(DEADLINE_S * 1000)
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_threads_that_all_wait_for_the_descriptor_end(worker_type: Any) -> None:
+    with loader_of(Numbered(120, delay_s=0.001), worker_type=worker_type, persistent_workers=True) as loader:
+        iterator, found = iter(loader), list[Outcome]()
+        threads = [threading.Thread(target=lambda: found.append(polled(iterator))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(batch[0][0] for one in found for batch in one) == list(range(0, 120, 3))
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_threads_that_ask_at_once_get_the_same_descriptor(worker_type: Any) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            with loader_of(Numbered(3), num_workers=1, worker_type=worker_type) as loader:
+                iterator, found, together = iter(loader), set[int](), threading.Barrier(3)
+
+                def ask(iterator: Any = iterator, found: set[int] = found, together: Any = together) -> None:
+                    together.wait()
+                    found.add(iterator.fileno())
+
+                threads = [threading.Thread(target=ask) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert found == {iterator.fileno()}
+    finally:
+        sys.setswitchinterval(before)
+
+
+def end_slowly(worker_id: int) -> None:
+    multiprocessing.util.Finalize(None, time.sleep, (0.5,), exitpriority=1)
+
+
+def test_while_another_thread_ends_the_epoch_it_is_not_ready() -> None:
+    """The workers are being stopped then, as by ``close()``."""
+    with loader_of(Numbered(6), worker_init_fn=end_slowly) as loader:
+        iterator, told = iter(loader), 0
+        assert [next(iterator)[0, 0].item() for _ in range(2)] == [0, 3]
+        ending = threading.Thread(target=next, args=(iterator, None))
+        ending.start()
+        time.sleep(0.1)
+        while ending.is_alive():
+            with contextlib.suppress(StopIteration):
+                with pytest.raises(NotReady, match="another thread"):
+                    iterator.try_next()
+                told += 1
+                time.sleep(0.01)
+        assert told
+        with pytest.raises(StopIteration):
+            iterator.try_next()
 
 
 # --- tasks

@@ -54,6 +54,26 @@ def test_a_local_variable_is_the_name(reports: list[Report]) -> None:
     assert reports[0].owner == "train.samples"
 
 
+def test_listeners_that_end_in_any_order_leave_nothing_behind() -> None:
+    before, found = TorchLoader.__iter__, list[Report]()
+    stop = listen(found.append)
+    for _ in range(3):
+        stop_last, stop = stop, listen(found.append)
+        list(loader_of(Samples([])))
+        stop_last()
+    stop()
+    assert TorchLoader.__iter__ is before
+    assert len(found) == 6, "each listener is told once"
+
+
+def test_what_locals_gave_the_program_stays(reports: list[Report]) -> None:
+    train = Samples(rows())
+    config = locals()
+    list(loader_of(train))
+    assert config["train"] is train
+    assert reports[0].owner == "train.samples"
+
+
 def test_an_attribute_of_self_is_the_name(reports: list[Report]) -> None:
     class Module:
         def __init__(self) -> None:

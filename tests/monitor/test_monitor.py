@@ -37,6 +37,33 @@ ORPHANS = (
     "signal.pause()\n"  # only the child reads the pipe
 )
 
+IMPORTS_SLOWLY = """
+import importlib.machinery, sys, threading, time
+import torch, shmloader, shmloader.monitor
+
+class Slowly:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: [time.sleep(2), run(module)]
+            return spec
+
+sys.meta_path.insert(0, Slowly)
+options = dict(num_workers=1, worker_max_nbytes=10**9, multiprocessing_context="fork", timeout=10)
+with shmloader.monitor.Monitor():
+    time.sleep(0.1)
+    print(len(list(shmloader.DataLoader(torch.arange(8), **options))))
+"""
+
+
+def test_a_worker_that_is_forked_during_the_first_reading_loads() -> None:
+    """One that was forked while the thread imported a module that it needs too would wait for ever."""
+    command = [sys.executable, "-c", IMPORTS_SLOWLY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "8\n", done.stderr
+
 
 def test_a_grandchild_is_followed_after_its_parent_has_ended() -> None:
     with subprocess.Popen(
