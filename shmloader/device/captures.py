@@ -20,6 +20,8 @@ import torch
 
 from shmloader.patches import Patches
 
+_OTHERS = frozenset(("cupy", "warp"))  # packages that use torch's streams
+
 _MOST_WAIT_S = 1.0
 """Time for which a capture waits for a call that waits itself, perhaps for what the capturing thread does."""
 
@@ -79,11 +81,11 @@ class Captures:
 
     def may_be_others(self) -> bool:
         """Whether streams have to be asked: one was met, or a package that uses torch's streams is here."""
-        return self._met or "cupy" in sys.modules or "warp" in sys.modules
+        return self._met or not sys.modules.keys().isdisjoint(_OTHERS)
 
     def may_be_open(self) -> bool:
         """Whether any is: of torch's, or one that is not counted."""
-        return bool(self._open) or self.may_be_others()
+        return bool(self._open or self._met or not sys.modules.keys().isdisjoint(_OTHERS))
 
 
 @functools.cache

@@ -175,7 +175,9 @@ class DeviceBatches:
         driver, device = self.driver, self.device
         side = self._side = self._side or self.guard.create_stream(device)
         stream = driver.current_stream(device)
-        memories = [driver.allocate(run.shape, run.dtype, device) for run in plan.runs]
+        memories = list[torch.Tensor]()
+        for run in plan.runs:
+            memories.append(driver.allocate(run.shape, run.dtype, device))
         allocated = driver.record(stream, device)
         driver.wait(side, allocated)
         driver.recycle(allocated)

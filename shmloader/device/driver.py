@@ -31,7 +31,6 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _STREAMS_OF_TORCH = 32  # of each priority, handed out in turn (c10/cuda/CUDAStream.cpp, kStreamsPerPool)
 _PRIORITIES = (0, -1)
 
-_NOTHING = contextlib.nullcontext()
 _handle = POINTER(c_void_p)
 _QUICK: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
@@ -109,6 +108,7 @@ class CudaDriver:
             self._calls[name] = kind(c_int, *arguments)((name, library))
         self._record, self._wait = self._calls["cuEventRecord"], self._calls["cuStreamWaitEvent"]
         self._query, self._copy = self._calls["cuEventQuery"], self._calls["cuMemcpyHtoDAsync_v2"]
+        self._current = self._calls["cuCtxGetCurrent"]
         self.captures = counted()
         self._asked_all = False  # for captures that were begun before those were counted
         self._home: int | None = None
@@ -133,15 +133,15 @@ class CudaDriver:
         self._calls["cuGetErrorName"](code, byref(text))
         raise DriverError(f"{name} failed: {(text.value or b'unknown').decode()} ({code})", code)
 
-    def on(self, device: int) -> AbstractContextManager[None]:
+    def on(self, device: int) -> AbstractContextManager[object]:
         """Have a device's primary context current. Inside of ``captures.lock``: torch begins none meanwhile.
 
         While one is open anyway, calls are allowed that it would forbid to other threads.
         """
         context, found = self._contexts.get(device) or self._context(device), c_void_p()
-        self._calls["cuCtxGetCurrent"](byref(found))
+        self._current(byref(found))
         if found.value == context.value and not self.captures.may_be_open():
-            return _NOTHING
+            return self.captures.lock  # once more: nothing else is to be done
         return self._relaxed(context)
 
     @contextlib.contextmanager
@@ -221,7 +221,10 @@ class CudaDriver:
 
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream captures a graph: see `is_capturing`."""
-        captured = _is_stream_captured()
+        try:
+            captured = torch.cuda.is_current_stream_capturing()
+        except RuntimeError as error:
+            captured = _is_of_capture(error)
         if captured and not self.captures.is_begun():
             self.captures.note_other()
         return captured
@@ -342,17 +345,18 @@ def _streams_of(device: int) -> list[int]:
 
 def is_capturing() -> bool:
     """Whether the calling thread's current stream captures a graph, or stands still for one that does."""
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return begun and _is_stream_captured()
-
-
-def _is_stream_captured() -> bool:
     try:
-        return torch.cuda.is_current_stream_capturing()
-    except RuntimeError as error:  # the default stream, while a blocking stream captures
-        if "captur" in str(error):
-            return True
-        raise
+        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return begun and torch.cuda.is_current_stream_capturing()
+    except RuntimeError as error:
+        return _is_of_capture(error)
+
+
+def _is_of_capture(error: RuntimeError) -> bool:
+    """Whether torch could not ask the default stream since a blocking stream captures; else it is raised."""
+    if "captur" in str(error):
+        return True
+    raise error
 
 
 @functools.cache

@@ -31,10 +31,6 @@ class Held:
     event: Event | None
     kept: object
 
-    def wait_for(self, event: Event) -> None:
-        """Have the event after the copies."""
-        self.event = event
-
     def end(self) -> None:
         """Let go of both."""
         self.event = self.kept = None
@@ -111,7 +107,7 @@ class DeviceGuard(Guard):
     def record_end(self, held: Held, stream: int, device: int) -> None:
         """Let go of it when the copies queued on a stream now are done; a `DriverError` keeps it all."""
         try:
-            held.wait_for(self.driver.record(stream, device))
+            held.event = self.driver.record(stream, device)
         except DriverError:
             self._failed = True
             raise
