@@ -199,7 +199,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
     def _note_taken(self, *, returned: bool) -> None:
         if self._stream is not None:
             self._stream.take(self._progress, 0, self._report, returned=returned)
-        elif self._progress.done == self._position:
+        elif self._progress.done == (self._position,):
             self._progress.take(self._position, returned=returned)
         else:  # with this one, those before it whose calls were interrupted
             for position in range(self._progress.taken, self._position + 1):

@@ -163,13 +163,12 @@ class Scheduler:
     # --- epochs
 
     def begin_epoch(
-        self, sampler_iter: Iterator[Any], done: int | tuple[int, ...] = 0, first_worker: int = 0
+        self, sampler_iter: Iterator[Any], done: tuple[int, ...] = (0,), first_worker: int = 0
     ) -> None:
         """Begin an epoch without a task, and send its first ones; ``done`` is that of `Progress`."""
-        if isinstance(done, tuple):
-            done, *behind = done
+        self._sent, *behind = done
+        if behind:
             sampler_iter = self._without(sampler_iter, set(behind))
-        self._sent = done
         self.turns.begin_epoch(first_worker)
         self._fill(sampler_iter)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from shmloader.indices.compact_states import digest_of
 from shmloader.indices.sharded_sampler import WHOLE_EPOCH
 from shmloader.indices.tracked_batches import TrackedBatches, track
 from shmloader.resume.compatibility import State, behind, described, is_between_epochs
-from shmloader.resume.progress import Progress
+from shmloader.resume.progress import Done, Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import StreamProgress
 from shmloader.resume.user_states import unpack_user_state
@@ -24,14 +24,9 @@ from shmloader.settings import Settings
 class Pass:
     """One epoch, from before anything is drawn for it: a new one, or the rest of that of a loaded state.
 
-    An iterator takes its seeds, then begins its order. Until then a state that was loaded stays.
-
-    Args:
-        settings: The loader's.
-        loaded: The state that was loaded, or None.
-        set_epoch: The argument of the last ``loader.set_epoch()``, or None.
-        is_asked: Returns whether the program wants states.
-        looks: First batches at which a sampler is checked for draws from global generators.
+    An iterator takes its seeds, then begins its order. Until then a state that was loaded stays. ``is_asked``
+    tells whether the program wants states. At ``looks`` first batches a sampler is checked for draws from
+    global generators.
     """
 
     def __init__(
@@ -88,18 +83,21 @@ class Pass:
         """
         settings, goes_on = self.settings, self._goes_on
         sampler_epoch = samplers.epoch_of(settings.index_sampler)
-        done: int | tuple[int, ...] = 0
+        done: Done = (0,)
         in_order, global_before, sampler_begin = True, self.global_before, WHOLE_EPOCH
         if goes_on is not None:
             self._check_epoch(goes_on, sampler_epoch)
             set_generator(settings.generator, goes_on, "loader_generator")
-            early, done = behind(goes_on), goes_on["batches"]
-            done = (goes_on["batches"], *early) if early else done
+            done = (goes_on["batches"], *behind(goes_on))
             in_order = settings.is_iterable or goes_on["in_order"]
             global_before = goes_on["global_generator"]
             if goes_on["sampler_state"] and samplers.sharded_sampler(settings.index_sampler) is not None:
                 sampler_begin = unpack_user_state(goes_on["sampler_state"])
-        if goes_on is not None and not settings.is_iterable and (done or goes_on["sampler_generator"]):
+        if (
+            goes_on is not None
+            and not settings.is_iterable
+            and (done != (0,) or goes_on["sampler_generator"])
+        ):
             before = samplers.GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
         elif settings.is_iterable or (goes_on is not None and before is not None):
             before = samplers.generator_states(settings.index_sampler, settings.generator)  # drawn, or set
@@ -122,7 +120,7 @@ class Pass:
             tracked.follow(lambda: progress.oldest, self._is_asked, self._looks)
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
-            batches = _first_drawn(batches)
+            batches = itertools.chain([*itertools.islice(batches, 1)], batches)
         self.progress = progress
         return batches, progress
 
@@ -171,17 +169,3 @@ class Pass:
         if generator is not torch.default_generator:
             set_generator(generator, loaded, "sampler_generator")
         set_generator(self.settings.generator, loaded, "loader_generator")
-
-
-def _first_drawn(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches, the first of which is drawn now; what it raises comes in its turn."""
-    first: Iterator[Any]
-    try:
-        first = iter(list(itertools.islice(batches, 1)))
-    except Exception as error:  # noqa: BLE001 - the sampler's own
-        first = map(_raise, [error])
-    return itertools.chain(first, batches)
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error

@@ -14,6 +14,9 @@ from shmloader.errors import ResumeError
 from shmloader.indices.samplers import GeneratorStates
 from shmloader.indices.tracked_batches import HISTORY, TrackedBatches
 
+Done = tuple[int, ...]
+"""Index batches that are done: how many, up to the first that is not; and the positions done after that."""
+
 
 class Follower:
     """The place of a reader behind a look-ahead in one epoch."""
@@ -54,8 +57,7 @@ class Progress:
     # States of the generators before the sampler drew the order, maybe in an earlier program; None before.
     before: GeneratorStates | None
     # Index batches that are done: returned, left out for having no good sample, or raised from ``next()``.
-    # Out of order, a tuple of that number and of the done positions after it. Of a stream it is a number.
-    done: int | tuple[int, ...] = 0
+    done: Done = (0,)
     set_epoch: int | None = None  # the argument of the last ``loader.set_epoch()`` before it began
     in_order: bool = True  # no batch has come out of order in an earlier program
     stream: Any = None  # for an iterable-style dataset the `StreamProgress`
@@ -80,14 +82,11 @@ class Progress:
             self._without.append(position)
         if self.by_arrival:
             self._latest.append(position)
-        if self.done == position:  # so none is done after it
-            self.done = position + 1
-            return
-        if isinstance(self.done, tuple) and self.done[0] == position and self.done[1] > position + 1:
-            self.done = (position + 1, *self.done[1:])  # many may follow that are left out
-            return
-        done = {*self.behind, position}
-        self.done = _joined(self.taken, sorted(done))
+        done = self.done
+        if done[0] == position and (len(done) == 1 or done[1] > position + 1):
+            self.done = (position + 1, *done[1:])  # many may follow that are left out
+        else:
+            self.done = _joined(done[0], sorted({*done[1:], position}))
 
     def end(self, before_next: GeneratorStates | None = None) -> None:
         """Note that ``next()`` raises ``StopIteration``."""
@@ -105,7 +104,7 @@ class Progress:
         """Note the states of the generators before the sampler draws its order, with the first batch."""
         self.before = before
 
-    def take_back(self, done: int | tuple[int, ...]) -> None:
+    def take_back(self, done: Done) -> None:
         """Go back to what was done before the batch of an interrupted call, which the program has not had."""
         self.done = done
         for positions in (self._without, self._latest):
@@ -115,19 +114,20 @@ class Progress:
     @property
     def taken(self) -> int:
         """The number of batches that are done, up to the first that is not."""
-        return _first(self.done)
+        return self.done[0]
 
     @property
     def behind(self) -> tuple[int, ...]:
         """Positions after `taken` that are also done."""
-        return self.done[1:] if isinstance(self.done, tuple) else ()
+        return self.done[1:]
 
     # --- what of it is used
 
     @property
     def returned(self) -> int:
         """The number of batches that ``next()`` has returned since ``iter()``."""
-        return _number(self.done) - _number(self._begun) - len(self._without)
+        done, begun = self.done, self._begun
+        return done[0] + len(done) - begun[0] - len(begun) - len(self._without)
 
     @property
     def used(self) -> int:
@@ -137,21 +137,22 @@ class Progress:
     @property
     def oldest(self) -> int:
         """A number of batches below which a follower is no more; those that come by arrival may be."""
-        return min(self.taken, _first(self._begun) + self.used) if self.followers else self.taken
+        return min(self.taken, self._begun[0] + self.used) if self.followers else self.taken
 
     @property
     def is_over(self) -> bool:
         """Whether the program knows that the epoch is over."""
         return self.finished and all(follower.ended for follower in self.followers)
 
-    def done_when(self, taken: int | None) -> int | tuple[int, ...]:
-        """`done` after so many of the batches that were returned; None: after all, or what followers have."""
-        if taken is None and self.followers:
-            taken = self.used
-        return self.done if taken is None else self.done_after(taken)
+    def done_after(self, count: int | None) -> Done:
+        """`done` when ``next()`` had returned so many since ``iter()``; `ResumeError` if it is unknown.
 
-    def done_after(self, count: int) -> int | tuple[int, ...]:
-        """`done` when ``next()`` had returned so many since ``iter()``; `ResumeError` if it is unknown."""
+        None: all, or those that followers have.
+        """
+        if count is None:
+            if not self.followers:
+                return self.done
+            count = self.used
         returned, begun = self.returned, self._begun
         if not 0 <= count <= returned:
             raise ResumeError(
@@ -159,19 +160,17 @@ class Progress:
                 "Batches are counted from iter() on, also in a resumed epoch, and those that on_error leaves "
                 "out are not"
             )
-        if type(begun) is int and not (self._without or self.by_arrival):
-            return begun + count
         if not count:
             return begun
         if self.by_arrival:
             return self._without_latest(returned - count)
-        early = list(begun[1:]) if isinstance(begun, tuple) else []
-        position = _first(begun) + count - 1
+        position, *early = begun
+        position += count - 1
         for without in sorted([*early, *self._without]):
             position += without <= position
         return _joined(position + 1, early)
 
-    def _without_latest(self, count: int) -> int | tuple[int, ...]:
+    def _without_latest(self, count: int) -> Done:
         """The batches done before the latest ones that were returned."""
         undone: set[int] = set()
         for position in reversed(self._latest):
@@ -189,19 +188,10 @@ class Progress:
         return _joined(first, sorted({*range(first, self.taken), *self.behind} - undone))
 
 
-def _first(done: int | tuple[int, ...]) -> int:
-    return done[0] if isinstance(done, tuple) else done
-
-
-def _number(done: int | tuple[int, ...]) -> int:
-    return done[0] + len(done) - 1 if isinstance(done, tuple) else done
-
-
-def _joined(first: int, others: list[int]) -> int | tuple[int, ...]:
+def _joined(first: int, others: list[int]) -> Done:
     """All positions before the first one, and others after it, sorted, as `Progress.done` has them."""
     rest = [position for position in others if position >= first]
     following = 0  # of them come right after the first
     while following < len(rest) and rest[following] == first + following:
         following += 1
-    done = first + following
-    return (done, *rest[following:]) if rest[following:] else done
+    return (first + following, *rest[following:])

@@ -17,7 +17,7 @@ from shmloader.indices.tracked_batches import state_of
 from shmloader.resume import compatibility
 from shmloader.resume.compatibility import OF_EPOCH_BEFORE, State, with_batches
 from shmloader.resume.passes import Pass
-from shmloader.resume.progress import Progress
+from shmloader.resume.progress import Done, Progress
 from shmloader.resume.readers import Epoch, Readers
 from shmloader.resume.stream_progress import rules_for
 from shmloader.resume.user_states import pack_user_state, unpack_user_state
@@ -39,17 +39,12 @@ class States:
 
     A state is of the epoch that the loader is in. If something reads ahead in another thread, it may be in a
     later one than the program: then a state is of the epoch that a follower reads.
-
-    Attributes:
-        begun: Whether the loader has begun an epoch.
-        readers: Know the epoch that a state is of.
-        last_set_epoch: The argument of the last ``loader.set_epoch()``, or None.
     """
 
     def __init__(self) -> None:
-        self.begun = False
+        self.begun = False  # whether the loader has begun an epoch
         self._asked = False  # by the program; before, its own samplers' states are read once an epoch
-        self.last_set_epoch: int | None = None
+        self.last_set_epoch: int | None = None  # the argument of the last ``loader.set_epoch()``
         self._pass: Pass | None = None  # while iter() runs: another thread may want a state
         self.readers = Readers()
         self._last: _LastState | None = None
@@ -68,21 +63,12 @@ class States:
     def state(self, read: Callable[[], Settings], loaded: State | None, taken: int | None = None) -> State:
         """The state of a loader. Takes a microsecond if only the count of batches has changed since the last.
 
-        In an epoch the settings of its beginning count, else those that ``read`` gives. ``loaded`` is a state
-        that was loaded. ``taken`` is for the place after so many of the batches returned since ``iter()``.
-
-        Raises:
-            ResumeError: If two iterators are in use at once, a sampler's own state cannot be saved, or so
-                many batches were not returned.
+        In an epoch the settings of its beginning count, else those that ``read`` gives. ``taken`` is for the
+        place after so many of the batches returned since ``iter()``. Raises `ResumeError` if there is none.
         """
         epoch = self.readers.shown
         goes_on = epoch is not None and not (taken is None and epoch.progress.is_over)
-        if (
-            loaded is None
-            and epoch is not None
-            and goes_on
-            and (counted := self._counted(epoch, taken)) is not None
-        ):
+        if loaded is None and goes_on and (counted := self._counted(epoch, taken)) is not None:
             return counted
         if not self._asked and not (now := read()).is_iterable and samplers.has_place(now.dataset):
             name = type(now.dataset).__qualname__
@@ -102,25 +88,25 @@ class States:
             )
         if not goes_on:
             return self._between_epochs(read() if epoch.next is None else epoch.settings, epoch)
-        return self._within(epoch, epoch.progress.done_when(taken))
+        return self._within(epoch, epoch.progress.done_after(taken))
 
-    def _counted(self, epoch: Epoch, taken: int | None) -> State | None:
+    def _counted(self, epoch: Epoch | None, taken: int | None) -> State | None:
         """The state in an epoch, if nothing but the count of batches has changed since the last one."""
         made = self._last  # which another thread may set
         if made is None or made.epoch is not epoch or made.checksum is None:
             return None
-        done = epoch.progress.done_when(taken)
-        if type(done) is not int:
+        done, *behind = made.epoch.progress.done_after(taken)
+        if behind:
             return None
         return made.constant | {"batches": done, "checksum": with_batches(made.checksum, done)}
 
-    def _within(self, epoch: Epoch, done: int | tuple[int, ...]) -> State:
+    def _within(self, epoch: Epoch, done: Done) -> State:
         """The state in an epoch, when so much of it was done."""
         progress, made = epoch.progress, self._last
         is_begun = progress.before is not None  # now: another thread may draw the first batch
         constant = made.constant if made is not None and made.epoch is epoch else self._constant_of(epoch)
         state = constant.copy()
-        batches, *behind = done if isinstance(done, tuple) else (done,)
+        batches, *behind = done
         state["batches"], state["batches_behind"] = batches, compatibility.listed(behind)
         stream = progress.stream
         others: State = _sampler_keys(epoch, batches) if stream is None else stream.state(progress, batches)

@@ -31,17 +31,13 @@ class StreamProgress:
     """Progress of one epoch, part by part, from its beginning or from a state in mid-epoch on.
 
     The loader keeps it when the iterator dies. One thread may take batches while another asks for a state.
-
-    Attributes:
-        rules: How the workers divide the stream, and where they begin.
-        first_worker: The worker whose turn it is first.
-        shared_seed: The seed that all workers share (torch's DataPipes), or None.
+    ``rules`` say how the workers divide the stream, and where they begin. ``first_worker`` begins.
     """
 
     def __init__(self, settings: Settings, loaded: State | None = None) -> None:
         workers = max(settings.num_workers, 1)
         self._last = -1  # the part that the latest batch was of
-        self.shared_seed: int | None = None
+        self.shared_seed: int | None = None  # that all workers share (torch's DataPipes)
         if loaded is None or not loaded["stream"]:
             self.rules = rules = _fresh_rules(settings)
         else:

@@ -12,9 +12,6 @@ import torch
 
 from shmloader.errors import ResumeError
 
-_REASON = "WeightsUnpickler error: "
-"""What stands before the reason in torch's message, after advice on files that does not help here."""
-
 
 def pack_user_state(state: Any, owner: str) -> str:
     """A state as text: JSON if that restores it, else as ``torch.save`` writes it; or a `ResumeError`."""
@@ -28,7 +25,8 @@ def pack_user_state(state: Any, owner: str) -> str:
         file.seek(0)
         torch.load(file, weights_only=True)
     except Exception as error:
-        why = str(error).rpartition(_REASON)[2].partition(". ")[0]
+        # Before the reason torch has advice on files that does not help here.
+        why = str(error).rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
         raise ResumeError(
             f"the state_dict() of {owner} holds what cannot be saved, or what torch.load(weights_only=True) "
             f"does not load: {why:.500}. Return Python's own numbers, strings, "

@@ -295,8 +295,8 @@ class DrawsFirst(Scheduler):
 class ForgetsLeftOut(Progress):
     """An interrupt takes back the batches that the same call of next() has left out."""
 
-    def take_back(self, done: int | tuple[int, ...]) -> None:
-        super().take_back(0 if done == 1 else done)  # the first batch is the one that is left out
+    def take_back(self, done: tuple[int, ...]) -> None:
+        super().take_back((0,) if done == (1,) else done)  # the first batch is the one that is left out
 
 
 BUGS: dict[str, tuple[Setting, set[str]]] = {

@@ -462,10 +462,10 @@ def test_states_are_right_while_another_thread_reads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrivals", "used", "done"), [((0, 2), 1, 1), ((0, 3, 1), 1, 1), ((2, 0, 1), 1, (0, 2))]
+    ("arrivals", "used", "done"), [((0, 2), 1, (1,)), ((0, 3, 1), 1, (1,)), ((2, 0, 1), 1, (0, 2))]
 )
 def test_a_batch_that_is_late_is_not_lost_before_one_that_is_not_used(
-    arrivals: tuple[int, ...], used: int, done: int | tuple[int, ...]
+    arrivals: tuple[int, ...], used: int, done: tuple[int, ...]
 ) -> None:
     """With in_order=False, the batches that the look-ahead holds may come after one that no one has had."""
     progress = Progress(0, 0, None, "", None, by_arrival=True)
