@@ -8,8 +8,7 @@ from shmloader.memory import PAGE_NBYTES, whole_pages
 from shmloader.memory.limits import SURE_NBYTES, memory_headroom, spare_nbytes
 
 SPARE_SLOTS = 2
-"""Slots beside those of the tasks: one for the batch that is being returned, one for the batch before it,
-which the program's loop still holds."""
+"""Slots beside those of the tasks: for the batch that is being returned, and the one before it."""
 
 RETAINED_SLOTS = 64
 """Slots that may be made beyond these for batches that the program keeps. A slot costs a mapping and whole
@@ -34,8 +33,7 @@ class Budget:
     may be sent next is promised a page, through which a batch of any size can be sent in pieces. The table's
     limits never exceed it, but for one thing: an index batch too long for a record is written to its slot.
 
-    Short memory has the same consequences with and without a budget from the program: fewer tasks, but at
-    least one; then batches that spill to private memory.
+    Short memory means fewer tasks, but at least one; then batches that spill to private memory.
     """
 
     def __init__(
@@ -68,14 +66,11 @@ class Budget:
         """Slots that there are while the program keeps no batches."""
         return self.most_tasks + SPARE_SLOTS
 
-    # --- questions of the table, which has `tasks` and `used_nbytes` as it says
-
     def next_limit(self, tasks: int, used_nbytes: int) -> int:
         """The limit in bytes for a slot that is granted now; whole pages, at least one."""
         others = max(0, self.most_tasks - tasks - 1)
         room_nbytes = self.nbytes - used_nbytes
-        # The others should have room for a typical batch each; if there is not enough for all, this slot
-        # comes first.
+        # The others should have room for a typical batch each; if it is not enough for all, this comes first.
         limit_nbytes = room_nbytes - others * self._typical_slot_nbytes
         if limit_nbytes >= self.limit_nbytes:
             return self.limit_nbytes
@@ -86,8 +81,6 @@ class Budget:
         """Whether all tasks find room for a typical batch once a batch that has arrived is kept as it is."""
         promised = max(0, self.most_tasks - tasks + 1)
         return used_nbytes + promised * self._typical_slot_nbytes <= self.nbytes
-
-    # --- what changes it
 
     def adapt(
         self, nbytes: int, recent: Iterable[int], tasks: int, used_nbytes: int, reserved_nbytes: int
@@ -125,8 +118,7 @@ class Budget:
     def resize(self, most_tasks: int, tasks: int, used_nbytes: int) -> bool:
         """Change the number of tasks, if there is room; returns whether that was possible.
 
-        If it was not, slots granted from now on leave room for the further tasks, so a later call may
-        succeed, unless the budget is too small for so many.
+        If not, slots granted from now on leave room for the further tasks, so a later call may succeed.
         """
         slots = most_tasks + SPARE_SLOTS
         if most_tasks > self.most_tasks:
@@ -152,17 +144,19 @@ class Budget:
     def _set_limits(self, share_slots: int) -> None:
         """Set what follows from the batches so far, and from so many slots that divide the budget."""
         self._share_slots = share_slots
-        share_nbytes = max(self.nbytes // self._share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
+        share_nbytes = max(self.nbytes // share_slots, PAGE_NBYTES) // PAGE_NBYTES * PAGE_NBYTES
         self.hint_nbytes = self.typical_nbytes or self.largest_nbytes  # that a batch may be expected to take
         self._typical_slot_nbytes = min(whole_pages(self.hint_nbytes), share_nbytes)
         again_nbytes = max(self._again_nbytes, self.hint_nbytes)
         # A free slot with more bytes gives back all but the expected ones.
         self.excess_nbytes = max(_TIMES_TYPICAL * whole_pages(again_nbytes), _LITTLE_NBYTES)
         self.small_nbytes = again_nbytes // _TIMES_TYPICAL if again_nbytes > _LITTLE_NBYTES else 0
-        limit_nbytes = share_nbytes  # the first batches may be of any size, and none is kept yet
+        # Of a slot that is granted while there is room enough. The first batches may be of any size.
+        self.limit_nbytes = share_nbytes
         if self.largest_nbytes and not self._even_limits:
             grown_nbytes = max(_BATCHES_IN_A_LIMIT * self.hint_nbytes, share_nbytes // LIMITS_IN_A_SHARE)
-            limit_nbytes = min(share_nbytes, whole_pages(max(grown_nbytes, self.largest_nbytes)))
-        self.limit_nbytes = limit_nbytes  # of a slot that is granted while there is room enough
+            self.limit_nbytes = min(share_nbytes, whole_pages(max(grown_nbytes, self.largest_nbytes)))
         # While all limits together are no more, `next_limit` and `has_room_for_lease` need not be called.
-        self.ample_nbytes = self.nbytes - limit_nbytes - (self.most_tasks + 1) * self._typical_slot_nbytes
+        self.ample_nbytes = (
+            self.nbytes - self.limit_nbytes - (self.most_tasks + 1) * self._typical_slot_nbytes
+        )

@@ -27,19 +27,8 @@ _MOST_ITEMS = 2_000  # of a container: slots have the batches that were kept fir
 _MOST_NAMED = 3  # variables
 _LEAVES = (torch.Tensor, np.ndarray)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_NOT_ENTERED = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    type(None),
-    type,
-    ModuleType,
-    FunctionType,
-    np.generic,
-)
+_PLAIN = (str, int, float, bool, bytes)
+_NOT_ENTERED = (*_PLAIN, bytearray, complex, type(None), type, ModuleType, FunctionType, np.generic)
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -55,10 +44,6 @@ class _Seen(NamedTuple):
         return f"`{self.expression}` {self.where}"
 
 
-_Leaves = list[tuple[_Seen, int]]
-"""The leaves that one variable leads to, each with the address of its slot."""
-
-
 def holders(extents: Iterable[Extent]) -> str:
     """The variables that keep the batches in the given slots, in a sentence for a warning.
 
@@ -67,7 +52,8 @@ def holders(extents: Iterable[Extent]) -> str:
     """
     slots = {extent.address: extent.nbytes for extent in extents}
     begins = sorted(slots)
-    found: dict[tuple[str, str], _Leaves] = {}
+    # Of each variable that leads to leaves: the first one, and the slot of each.
+    found: dict[tuple[str, str], tuple[_Seen, list[int]]] = {}
     graph: _Seen | None = None
     for seen in _objects():
         value = seen.value
@@ -76,11 +62,11 @@ def holders(extents: Iterable[Extent]) -> str:
         address = _address(value)
         begin = begins[bisect_right(begins, address) - 1] if begins else 0
         if 0 <= address - begin < slots.get(begin, 0):
-            found.setdefault((seen.variable, seen.where), []).append((seen, begin))
-    most = sorted(found.values(), key=lambda leaves: -len(_slots_of(leaves)))[:_MOST_NAMED]
-    if 2 * len(_slots_of([leaf for leaves in most for leaf in leaves])) > len(slots):
-        named = [leaves for leaves in most if len(_slots_of(leaves)) > 1 or leaves is most[0]]
-        return f"They are kept by {', '.join(map(_describe, named))}."
+            found.setdefault((seen.variable, seen.where), (seen, []))[1].append(begin)
+    most = sorted(found.values(), key=lambda one: -len(set(one[1])))[:_MOST_NAMED]
+    if 2 * len(set().union(*(leaves for _, leaves in most))) > len(slots):
+        named = [_describe(*one) for one in most if len(set(one[1])) > 1 or one is most[0]]
+        return f"They are kept by {', '.join(named)}."
     if graph is not None:
         return (
             f"No variable leads to most of them; but {graph} has a graph, which may keep the batches that it "
@@ -89,14 +75,10 @@ def holders(extents: Iterable[Extent]) -> str:
     return "No variable of a running function leads to most of them: look at comprehensions and closures."
 
 
-def _slots_of(leaves: _Leaves) -> set[int]:
-    return {begin for _, begin in leaves}
-
-
-def _describe(leaves: _Leaves) -> str:
-    first, value = leaves[0][0], leaves[0][0].value
-    leaf = f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"  # type: ignore[attr-defined]
-    return f"{first} ({leaf}; {len(leaves)} leaves of {len(_slots_of(leaves))} batches)"
+def _describe(first: _Seen, slots: list[int]) -> str:
+    value: Any = first.value
+    leaf = f"{type(value).__name__} {tuple(value.shape)} {value.dtype}"
+    return f"{first} ({leaf}; {len(slots)} leaves of {len(set(slots))} batches)"
 
 
 def _objects() -> Iterator[_Seen]:
@@ -153,9 +135,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     """The items of a dict, with keys that may be shown without the program's code; others by their class."""
-    plain = (str, int, float, bool, bytes)
-    items = _first(dict.items(value))
-    return [(key if type(key) in plain else type(key), one) for key, one in items]
+    return [(key if type(key) in _PLAIN else type(key), one) for key, one in _first(dict.items(value))]
 
 
 def _first(items: Iterable[Any]) -> list[Any]:

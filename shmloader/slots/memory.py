@@ -152,22 +152,18 @@ class SlotMemory:
         budget, asked_for = self.budget, self._asked_for
         if budget.most_tasks < before:
             self.window = budget.most_tasks
-            slots = (
-                f"{budget.wanted_tasks + SPARE_SLOTS} {asked_for.items} ({asked_for.tasks} + {SPARE_SLOTS})"
-            )
+            slots = budget.wanted_tasks + SPARE_SLOTS
             self._warn_of_budget(
-                f"this {asked_for.owner} may have {slots} of {budget.typical_nbytes:,} bytes at once",
-                (budget.wanted_tasks + SPARE_SLOTS) * whole_pages(budget.typical_nbytes),
+                f"this {asked_for.owner} may have {slots} {asked_for.items} ({asked_for.tasks} + "
+                f"{SPARE_SLOTS}) of {budget.typical_nbytes:,} bytes at once",
+                slots * whole_pages(budget.typical_nbytes),
             )
         self._discard_while(lambda: self.committed_nbytes > budget.nbytes)
 
     # --- batches that are copied
 
     def _note_pieces(self, nbytes: int, limit_nbytes: int) -> None:
-        """Note that a batch came in pieces, because its slot could not be made large enough for it.
-
-        The worker was allowed ``limit_nbytes`` for the slot.
-        """
+        """Note that a batch came in pieces: larger than its slot's limit, or what the host gave."""
         budget = self.budget
         self.counters.add("spills")
         self.counters.add("spilled_nbytes", nbytes)
@@ -192,8 +188,7 @@ class SlotMemory:
     def _spill(self, place: Place) -> ByteArray:
         """Copy a batch that may not be leased to private memory."""
         nbytes = place.used_nbytes
-        private = np.empty(nbytes, np.uint8)
-        private[:] = np.frombuffer(self.map(place).buffer, np.uint8)[:nbytes]
+        private = np.frombuffer(self.map(place).buffer, np.uint8)[:nbytes].copy()
         self.counters.add("spills")
         self.counters.add("spilled_nbytes", nbytes)
         guarded = [place.state for place in self.places].count(GUARDED)

@@ -143,10 +143,8 @@ class Place:
 class Guard:
     """Keeps places back after their lease: here none. `shmloader.device` has one for accelerators."""
 
-    active = False
-    """Whether the table has to ask; else a place is free as soon as its lease ends."""
-    kept_back = 0
-    """The number of places that it usually keeps back."""
+    active = False  # whether the table has to ask; else a place is free as soon as its lease ends
+    kept_back = 0  # places that it usually keeps back
 
     def admits_leases(self) -> bool:
         """Whether batches may be read in their slots now."""

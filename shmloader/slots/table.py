@@ -43,13 +43,10 @@ class PlaceTable(SlotMemory):
             budget_nbytes, most_tasks, workers=workers, follows_host=follows_host, even_limits=even_limits
         )
         super().__init__(segment, budget, counters, asked_for)
-        # Places whose batch is wanted and was not returned yet, by ``seq``, in the order in which their tasks
-        # were sent.
+        # All by ``seq``. Places whose batch is wanted and was not returned yet, in the order of their tasks:
         self.unreturned: dict[int, Place] = {}
-        # The places among them whose batch is here, by ``seq``, in order of arrival.
-        self.arrived: dict[int, Place] = {}
-        # Places that are being made and whose batch is not wanted, by ``seq``.
-        self.void: dict[int, Place] = {}
+        self.arrived: dict[int, Place] = {}  # those among them whose batch is here, in order of arrival
+        self.void: dict[int, Place] = {}  # places that are being made and whose batch is not wanted
         self.taken: Place | None = None  # the one whose batch `take` took out last
         self.unanswered = [0] * workers  # by worker: tasks that it has not answered, void ones included
         self.epoch = epoch  # the present one; tasks may be of the next one already
@@ -61,11 +58,7 @@ class PlaceTable(SlotMemory):
 
     @classmethod
     def for_loader(cls, settings: Settings, counters: Counters, epoch: int) -> Self:
-        """The table for a loader's settings.
-
-        Without a budget from the program it gets half of the memory that the host has available now. A budget
-        larger than the available memory is cut to that.
-        """
+        """The table for a loader's settings, with a budget of at most what the host has; by default half."""
         available_nbytes, wanted_nbytes = memory_headroom().available_nbytes, settings.memory_budget_nbytes
         if wanted_nbytes is None:
             budget_nbytes = available_nbytes // 2
@@ -111,11 +104,8 @@ class PlaceTable(SlotMemory):
             self.collect()
             return self.can_lease(asks=False)
 
-        if is_enough():
-            return True
-        if not waits:
-            return False
-        self.counters.add("wait_for_device_ns", self.guard.wait(is_enough))
+        if not is_enough() and waits:
+            self.counters.add("wait_for_device_ns", self.guard.wait(is_enough))
         return self.can_lease(asks=False)
 
     def has_room(self) -> bool:
@@ -175,8 +165,7 @@ class PlaceTable(SlotMemory):
     def grant(self, worker_id: int, epoch: int, position: int, payload: bytes) -> Place:
         """Take a free place for a task that is about to be sent.
 
-        There is always one for each of ``most_tasks`` tasks, because a batch is leased only if `can_lease`
-        allows it. The worker may grow the slot to its ``limit_nbytes``.
+        There is always one for each of ``most_tasks`` tasks: a batch is leased only if `can_lease` allows it.
         """
         budget = self.budget
         ample = self.committed_nbytes <= budget.ample_nbytes
