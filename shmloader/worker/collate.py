@@ -125,13 +125,9 @@ def _join_dicts(samples: Sequence[Any], allocator: SlotAllocator) -> Any:
     names = list(samples[0])
     try:
         # One call takes all values of a sample, in half the time of a look-up for each.
-        rows = (
-            map(operator.itemgetter(*names), samples)
-            if len(names) > 1
-            else [[sample[n] for n in names] for sample in samples]
-        )
-        columns = list(zip(*rows, strict=True))
-    except Exception:  # noqa: BLE001 - a key that is missing: torch's own function has the error
+        rows = map(operator.itemgetter(*names), samples)
+        columns = list(zip(*rows, strict=True)) if len(names) > 1 else [list(rows)]
+    except Exception:  # noqa: BLE001 - a key that is missing, or none: torch's own function has the error
         return _join_by_torch(samples, allocator)
     # As lists, like torch's: they are returned where there is nothing to join.
     return {name: _collate(list(column), allocator) for name, column in zip(names, columns, strict=True)}
@@ -162,15 +158,10 @@ def _stack_arrays(samples: Sequence[np.ndarray[Any, Any]], allocator: SlotAlloca
     # torch raises errors of its own for other strides. Only the first sample's are looked at, for speed: the
     # others are joined correctly with any.
     strides = first.strides
-    fits = not strides or (min(strides) >= 0 and not gcd(*strides) % first.itemsize)
+    fits = strides and min(strides) >= 0 and not gcd(*strides) % first.itemsize
     try:
         # Concatenation stacks arrays of one length, in half the time of numpy.stack.
-        if (
-            fits
-            and first.ndim
-            and set(map(type, samples)) == {np.ndarray}
-            and len(set(map(len, samples))) == 1
-        ):
+        if fits and set(map(type, samples)) == {np.ndarray} and len(set(map(len, samples))) == 1:
             output = allocator.output(len(samples), first.shape, first.dtype)
             if output is not None:
                 np.concatenate(samples, out=output.rows, casting="no")
