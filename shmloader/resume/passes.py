@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -120,7 +120,7 @@ class Pass:
             tracked.follow(lambda: progress.oldest, self._is_asked, self._looks)
         if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
             # The order is drawn with the first batch: now, while the generator is where it was.
-            batches = itertools.chain([*itertools.islice(batches, 1)], batches)
+            batches = _first_drawn(batches)
         self.progress = progress
         return batches, progress
 
@@ -169,3 +169,17 @@ class Pass:
         if generator is not torch.default_generator:
             set_generator(generator, loaded, "sampler_generator")
         set_generator(self.settings.generator, loaded, "loader_generator")
+
+
+def _first_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches, the first of which is drawn now; what it raises comes in its turn."""
+    first: Iterator[Any]
+    try:
+        first = iter(list(itertools.islice(batches, 1)))
+    except Exception as error:  # noqa: BLE001 - the sampler's own
+        first = map(_raise, [error])
+    return itertools.chain(first, batches)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -83,7 +83,9 @@ class Progress:
         if self.by_arrival:
             self._latest.append(position)
         done = self.done
-        if done[0] == position and (len(done) == 1 or done[1] > position + 1):
+        if done == (position,):  # as with nearly every batch
+            self.done = (position + 1,)
+        elif done[0] == position and done[1] > position + 1:
             self.done = (position + 1, *done[1:])  # many may follow that are left out
         else:
             self.done = _joined(done[0], sorted({*done[1:], position}))

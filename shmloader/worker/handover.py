@@ -49,7 +49,7 @@ class Handover:
         self._max_nbytes = max_nbytes
         self._generators = generators  # those of ``get_worker_info().rng``
         self._heap = heap  # if it keeps memory that is free
-        self._due_ns = 0  # of the next look
+        self._looked_ns = self._due_ns = 0
         self._scalars: dict[str, Any] | None = None  # of the datasets, since the epoch's first batch
         self._received = bytearray()  # of the state of the worker before
 
@@ -60,12 +60,16 @@ class Handover:
     def is_due(self, dataset: Any, collate_fn: Any) -> bool:
         """Whether the worker has more private memory than the limit; looks from time to time, after a batch.
 
-        Raises `LoaderError` if a state would be lost, or if a new worker would have as much memory.
+        Sooner if the memory, growing on as since the last look, would reach the limit before.
+
+        Raises:
+            LoaderError: If the worker cannot be replaced: with the state that would be lost, or if a new one
+                would have as much memory.
         """
         if time.perf_counter_ns() < self._due_ns:
             return False
         began_ns = time.thread_time_ns()  # not the time in which others had the core
-        is_first, self.nbytes = not self.nbytes, private_nbytes(os.getpid())
+        is_first, before_nbytes, self.nbytes = not self.nbytes, self.nbytes, private_nbytes(os.getpid())
         self._refuse_states(dataset, collate_fn, thoroughly=is_first)
         if self.nbytes > self._max_nbytes and self._heap is not None:
             self._heap.trim()
@@ -77,10 +81,14 @@ class Handover:
                 if self.nbytes
                 else "worker_max_nbytes: this kernel does not tell private memory (/proc/PID/smaps_rollup)"
             )
+        now_ns, spent_ns = time.perf_counter_ns(), time.thread_time_ns() - began_ns
         if not is_first:  # the second batch tells which numbers change
-            spent_ns = time.thread_time_ns() - began_ns
-            pause_ns = max(min(_PAUSE * spent_ns, _MOST_PAUSE_NS), _LEAST_PAUSE * spent_ns)
-            self._due_ns = time.perf_counter_ns() + pause_ns
+            grown_nbytes, left_nbytes = self.nbytes - before_nbytes, self._max_nbytes - self.nbytes
+            pause_ns = min(_PAUSE * spent_ns, _MOST_PAUSE_NS)
+            if grown_nbytes > 0:
+                pause_ns = min(pause_ns, (now_ns - self._looked_ns) * left_nbytes // grown_nbytes)
+            self._due_ns = now_ns + max(pause_ns, _LEAST_PAUSE * spent_ns)
+        self._looked_ns = now_ns
         return self.nbytes > self._max_nbytes
 
     def _refuse_states(self, dataset: Any, collate_fn: Any, *, thoroughly: bool) -> None:
@@ -106,7 +114,11 @@ class Handover:
         return pickle.dumps((global_states(), self._generators.states(), self._scalars, owned), 5)
 
     def receive(self, dataset: Any, total_nbytes: int, begin: int, piece: bytes) -> None:
-        """Receive a piece of such a state, and go on with it once it is whole."""
+        """Receive a piece of such a state, and go on with it once it is whole.
+
+        Raises:
+            LoaderError: If the program has changed its dataset since its workers were started.
+        """
         self._received[begin:] = piece
         if len(self._received) < total_nbytes:
             return

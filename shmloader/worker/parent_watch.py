@@ -16,6 +16,8 @@ import signal
 import threading
 import time
 
+import psutil
+
 from shmloader.memory.mapping import libc
 
 _PR_SET_PDEATHSIG = 1
@@ -31,6 +33,15 @@ def _go_on(grace_s: float, number: int, _: object) -> None:
     # A handler, since a program that the dataset starts would inherit that the signal is ignored.
     signal.signal(number, lambda *_: None)
     threading.Thread(target=end, name="shmloader-sigterm", daemon=True).start()
+
+
+def _has_not_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except (psutil.Error, OSError):  # it cannot be told now: no descriptor is free, say
+        return True
 
 
 def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
@@ -62,10 +73,8 @@ def begin(main_pid: int, by_leader: bool = False, grace_s: float = 0.0) -> None:
             poller.register(main_fd, select.POLLIN)
             poller.poll()
         else:
-            with contextlib.suppress(ProcessLookupError):
-                while not is_child or os.getppid() == main_pid:
-                    os.kill(main_pid, 0)  # not its death: whether it is there
-                    time.sleep(1.0)
+            while os.getppid() == main_pid if is_child else _has_not_ended(main_pid):
+                time.sleep(1.0)
         os._exit(1)
 
     # Not a `Thread`, whose start() waits for ever for a thread that had no memory to begin.

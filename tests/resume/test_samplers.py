@@ -403,7 +403,8 @@ class Breaks(Sampler[int]):
 
 @pytest.mark.parametrize("at", [0, 6])
 def test_a_sampler_that_raised_is_asked_again_and_raises_again(at: int) -> None:
-    """Its exception is no batch."""
+    """Its exception is no batch. It comes from next(), where it came before."""
+
     loader = DataLoader(Plain(12), 3, sampler=Breaks(at), collate_fn=list)
     iterator = iter(loader)
     first = [next(iterator) for _ in range(at // 3)]
@@ -416,8 +417,10 @@ def test_a_sampler_that_raised_is_asked_again_and_raises_again(at: int) -> None:
     for state in (before, after):
         other = DataLoader(Plain(12), 3, sampler=Breaks(at), collate_fn=list)
         other.load_state_dict(state)
+        rest = iter(other)
         with pytest.raises(LookupError):
-            next(iter(other))
+            next(rest)
+        assert next(rest, None) is None
 
 
 class RaisesOnce(Sampler[int]):

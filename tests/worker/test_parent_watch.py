@@ -1,10 +1,12 @@
 """A worker ends with the main process, and not before it, on systems that give no pidfd too."""
 
+import errno
 import os
 import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 from shmloader.worker import parent_watch
@@ -48,6 +50,21 @@ def test_one_of_a_fork_server_watches_the_main_process(
     else:
         monkeypatch.setattr(os, "pidfd_open", refuse)
     assert exit_code_of_grandchild(main) == code
+
+
+def test_it_goes_on_where_it_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is free for a moment, say."""
+    errors: list[Exception] = [psutil.AccessDenied(), OSError(errno.EMFILE, "")]
+    own = psutil.Process
+
+    def process(pid: int) -> psutil.Process:
+        if errors:
+            raise errors.pop()
+        return own(pid)
+
+    monkeypatch.delattr(os, "pidfd_open")
+    monkeypatch.setattr(psutil, "Process", process)
+    assert exit_code_of_grandchild("has ended") == 1
 
 
 def test_a_worker_whose_watch_has_no_memory_to_begin_does_not_wait_for_it(
