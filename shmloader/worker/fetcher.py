@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 from shmloader.failures.bad_samples import RAISE, pack
-from shmloader.failures.mismatches import explain_collation
 from shmloader.settings import Settings
 from shmloader.statistics import BadSample
 from shmloader.wire.stream_records import StreamReport, StreamRules
@@ -56,14 +55,6 @@ class Fetcher(ABC):
         In a worker the batch has placeholders for the leaves that lie in the slot already. Raises
         `StopIteration` if an iterable dataset is exhausted.
         """
-
-    def _join(self, samples: Any, indices: Any) -> Any:
-        """Collate samples; an error says which of them differ."""
-        try:
-            return self._collate_fn(samples if self._rules.auto_collation else samples[0])
-        except Exception as error:
-            explain_collation(error, samples, indices, of_stream=self._rules.iterable)
-            raise
 
     def place(self) -> StreamReport | None:
         """The report on a stream to send with an exception; None if the main process does not need it."""

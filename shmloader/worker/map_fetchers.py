@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from shmloader.failures.bad_samples import LEFT_OUT, RAISE, REPLACE, Report, describe, is_a_samples_fault
 from shmloader.failures.exceptions import add_note, forget_frames
+from shmloader.failures.mismatches import explain_collation
 from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
@@ -88,6 +89,13 @@ class _MapFetcher(Fetcher):
         else:
             samples = self._fetch_each(dataset, index_batch)
         return self._join(samples, index_batch)
+
+    def _join(self, samples: Any, indices: Any) -> Any:
+        try:
+            return self._collate_fn(samples if self._rules.auto_collation else samples[0])
+        except Exception as error:
+            explain_collation(error, samples, indices)
+            raise
 
 
 def _unpacked(index_batch: Any) -> Any:

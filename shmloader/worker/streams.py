@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from shmloader.errors import NoGoodSample, ResumeError
 from shmloader.failures import bad_samples
 from shmloader.failures.exceptions import add_note, forget_frames
+from shmloader.failures.mismatches import explain_collation
 from shmloader.foreign import is_hugging_face
 from shmloader.indices.samplers import attribute_of, has_place, load_own_state
 from shmloader.torch_private import only_worker_info, refusing_worker_info, show_worker_info
@@ -227,6 +228,13 @@ class _StreamFetcher(Fetcher):
         """The place after the batch; with a state of the dataset if one was taken."""
         drawn, raised = self._behind(), self.raised
         return StreamReport(part, Cursor(drawn, state, drawn, self.ended, raised, raised))
+
+    def _join(self, samples: list[Any], positions: Sequence[int]) -> Any:
+        try:
+            return self._collate_fn(samples if self._rules.auto_collation else samples[0])
+        except Exception as error:
+            explain_collation(error, samples, positions, of_stream=True)
+            raise
 
 
 class _StrideFetcher(_StreamFetcher):
