@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from autotune_datasets import Draws, WaitForFile, epochs, processes
+from forced_growth import grow_at
 from robustness.processes import assert_dies_with_its_last_reference
 
 from shmloader import DataLoader, WorkerDied
@@ -150,9 +151,10 @@ def test_a_dataset_that_cannot_be_pickled_any_more_ends_no_epoch(
 
 
 def test_an_epoch_ends_without_waiting_for_a_worker_that_is_still_starting(
-    tmp_path: Path, three_cores: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a worker has nothing to finish; others get the time for it."""
+    grow_at(monkeypatch, {10, 12})
     wait = WaitForFile(tmp_path / "never")
     loader = DataLoader(Draws(40, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30)
     iterator = iter(loader)
