@@ -31,6 +31,8 @@ from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
     """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
+    _ready: OwnDescriptor | None = None  # of `fileno`, once that was called
+
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
         settings = one_pass.settings
@@ -49,7 +51,6 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
 
             device = numbered(device)
         self._device = device
-        self._ready = OwnDescriptor(-1)  # of `fileno`, once that was called
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = settings.on_error
@@ -104,9 +105,10 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
 
     def fileno(self) -> int:
         """A descriptor that is always readable, as long as the iterator lives: see `try_next`."""
-        if self._ready.fd < 0:
-            self._ready = OwnDescriptor(os.eventfd(1))
-        return self._ready.fd
+        ready = self._ready
+        if ready is None:  # another thread may make one, too
+            ready = vars(self).setdefault("_ready", OwnDescriptor(os.eventfd(1)))
+        return ready.fd
 
     def _next_index(self) -> Any:
         progress = self._progress

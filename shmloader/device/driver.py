@@ -224,7 +224,9 @@ class CudaDriver:
         try:
             captured = torch.cuda.is_current_stream_capturing()
         except RuntimeError as error:
-            captured = _is_of_capture(error)
+            if not _is_of_capture(error):
+                raise
+            captured = True
         if captured and not self.captures.is_begun():
             self.captures.note_other()
         return captured
@@ -349,14 +351,14 @@ def is_capturing() -> bool:
         begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return begun and torch.cuda.is_current_stream_capturing()
     except RuntimeError as error:
-        return _is_of_capture(error)
+        if not _is_of_capture(error):
+            raise
+        return True
 
 
 def _is_of_capture(error: RuntimeError) -> bool:
-    """Whether torch could not ask the default stream since a blocking stream captures; else it is raised."""
-    if "captur" in str(error):
-        return True
-    raise error
+    """Whether torch could not ask the default stream since a blocking stream captures."""
+    return "captur" in str(error)
 
 
 @functools.cache

@@ -106,9 +106,9 @@ class Delivery:
         """Begin to copy the batch that will be returned next, if it is here. Inside `on`."""
         table = self._table
         place = table.due()
-        if place is not None and place.state is PlaceState.MAKING:
-            self._exchange.look_at(place.worker_id)
         if place is None or place.state is PlaceState.MAKING:
+            if place is not None:
+                self._exchange.look_at(place.worker_id)
             place = table.next_arrived(in_order=self._in_order)
         if place is None or place.seq in self._taken or place.flags & (REPORTED | SPILLED):
             return

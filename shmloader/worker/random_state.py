@@ -56,7 +56,10 @@ def seed_worker_process(base_seed: int, worker_id: int) -> None:
     takes half of a worker's start.
     """
     seeds = worker_seeds(base_seed, worker_id)
-    for_cpus = torch.accelerator.current_accelerator() is None
+    try:
+        for_cpus = torch.accelerator.current_accelerator(check_available=False) is None
+    except TypeError:  # of torch 2.6, which initialises CUDA for the answer, and raises for "none"
+        for_cpus = False
     (torch.default_generator.manual_seed if for_cpus else torch.manual_seed)(seeds.torch_seed)
     random.seed(seeds.random_seed)
     np.random.seed(seeds.numpy_seed)  # noqa: NPY002 - what torch seeds

@@ -271,6 +271,8 @@ class ProcessWorkers(BaseWorkers):
         """Wait for all pipes, all deaths and `interrupt` at once; returns workers that sent or ended."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         poller = self._poller or self._register_all()
+        if self._readiness is not None:
+            self._readiness.clear()  # first; nobody else can take what comes during the wait
         while True:
             # A worker may be waiting for a record that its full pipe had no room for.
             full = [worker for worker in self.workers if not worker.flush()]
@@ -299,8 +301,6 @@ class ProcessWorkers(BaseWorkers):
 
     def ready(self) -> list[ProcessWorker]:
         """The workers that have sent something or ended, without a wait."""
-        if self._readiness is not None:
-            self._readiness.clear()
         spoke = self.wait(0.0)
         if self._readiness is not None and not spoke:
             self._readiness.follow(self.workers)

@@ -118,6 +118,8 @@ class ThreadWorkers(BaseWorkers):
         """Wait at the one queue that all threads wake."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            if not self.interrupted:
+                self._wakeup.clear()
             spoke = [worker for worker in self.workers if worker.link.answers or worker.link.ended]
             if spoke or self.interrupted:
                 return spoke

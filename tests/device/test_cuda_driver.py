@@ -6,11 +6,13 @@ hands them. So a wrong type, order or width of an argument is found without a de
 
 import contextlib
 import ctypes
+import gc
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -21,7 +23,7 @@ import torch
 from shmloader.device import captures
 from shmloader.device import driver as drivers
 from shmloader.device.captures import Captures, counted
-from shmloader.device.driver import CudaDriver, DriverError, Event, open_driver
+from shmloader.device.driver import CudaDriver, DriverError, Event, is_capturing, open_driver
 from shmloader.device.guard import DeviceGuard
 
 HEADERS = [Path(root) / "include/cuda.h" for root in ("/usr/local/cuda", "/usr")]
@@ -446,6 +448,21 @@ def test_a_stream_that_may_not_be_asked_captures(driver: CudaDriver, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         driver.is_capturing()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def ask(kept: set[int]) -> None:
+        with contextlib.suppress(RuntimeError):
+            is_capturing()
+
+    kept = {1}
+    dies = weakref.ref(kept)
+    gc.disable()
+    try:
+        ask(kept)
+        del kept
+        assert dies() is None, "a cycle of the exception and a frame keeps it"
+    finally:
+        gc.enable()
 
 
 CALLS_ON_STREAMS = {

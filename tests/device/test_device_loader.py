@@ -8,7 +8,7 @@ import subprocess
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -315,10 +315,11 @@ class OneLong(IterableDataset):
         return iter([torch.full((100,), 10 * worker + number) for number in range(1 + 4 * worker)])
 
 
+@pytest.mark.parametrize("most_tasks", [1, 2])
 def test_a_stream_that_ends_while_the_next_batch_is_looked_at_ends_no_other(
-    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
+    driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch, most_tasks: int
 ) -> None:
-    """Where memory is short, its task may be the only one that is out."""
+    """Where memory is short, its task may be the only one that is out. Its place is free then."""
     with DataLoader(OneLong(), batch_size=None, num_workers=2, device="cuda", prefetch_factor=1) as loader:
         iterator = iter(loader)
         table, look_at = iterator.table, iterator._exchange.look_at
@@ -328,10 +329,17 @@ def test_a_stream_that_ends_while_the_next_batch_is_looked_at_ends_no_other(
             while table.due() is due and due.state is PlaceState.MAKING:
                 look_at(worker_id)
 
+        def take(place: Any, **options: Any) -> Any:
+            taken.append(place.state)
+            return PlaceTable.take(table, place, **options)
+
+        taken: list[PlaceState] = []
         monkeypatch.setattr(iterator._exchange, "look_at", look_until_something_is_here)
-        monkeypatch.setattr(table.budget, "most_tasks", 1)
+        monkeypatch.setattr(table, "take", take)
+        monkeypatch.setattr(table.budget, "most_tasks", most_tasks)
         batches = list(iterator)
         driver.drain()
+        assert set(taken) == {PlaceState.ARRIVED}
         assert [int(batch[0]) for batch in batches] == [0, 10, 11, 12, 13, 14]
 
 

@@ -408,6 +408,24 @@ def test_threads_that_all_wait_for_the_descriptor_end(worker_type: Any) -> None:
 
 
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
+def test_a_thread_that_waits_for_the_descriptor_sleeps_while_another_is_inside_next(worker_type: Any) -> None:
+    with loader_of(Numbered(24, delay_s=0.05), num_workers=1, worker_type=worker_type) as loader:
+        iterator, poller, wakeups, found = iter(loader), select.poll(), 0, list[Any]()
+        poller.register(iterator.fileno(), select.POLLIN)
+        with pytest.raises(NotReady):
+            iterator.try_next()
+        thread = threading.Thread(target=lambda: found.extend(itertools.islice(iterator, 6)))
+        thread.start()
+        while thread.is_alive():
+            wakeups += bool(poller.poll(100))
+            with contextlib.suppress(NotReady):
+                found.append(iterator.try_next())
+        thread.join()
+        assert len(found) >= 6
+        assert wakeups < 5000  # some for each batch; it was awake all the time
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
 def test_threads_that_ask_at_once_get_the_same_descriptor(worker_type: Any) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -1,17 +1,8 @@
 """Forked workers of a main process with threads, and locks held by them, start every time."""
 
-import os
-import signal
-import sys
 import threading
-from types import FrameType
-from typing import Any
-
-from loading import Numbered
 
 from robustness.processes import LONG, python
-from shmloader import DataLoader
-from shmloader.workers.processes import ProcessWorker
 
 PROGRAM = """
     import io, logging, sys, threading
@@ -60,6 +51,10 @@ def test_loaders_start_while_threads_run_and_hold_locks() -> None:
 
 
 def test_the_loader_starts_no_thread_whatever_it_does() -> None:
+    from loading import Numbered
+
+    from shmloader import DataLoader
+
     before = threading.active_count()
     with DataLoader(Numbered(64), batch_size=4, num_workers=2, persistent_workers=True) as loader:
         for _ in range(2):
@@ -68,34 +63,3 @@ def test_the_loader_starts_no_thread_whatever_it_does() -> None:
         loader.statistics()
         assert threading.active_count() == before
     assert threading.active_count() == before
-
-
-def test_a_process_forked_while_a_worker_is_replaced_closes_no_others_descriptors() -> None:
-    """At each line that closes: another thread may fork there, after it has opened what has that number."""
-    lines = 0
-
-    def fork_at_each_line(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
-        if frame.f_code not in (ProcessWorker.close_pipes.__code__, ProcessWorker.close_descriptors.__code__):
-            return None
-        if event == "line":
-            lines += 1
-            raised: list[Any] = []
-            sys.unraisablehook = raised.append  # that something is closed twice
-            pid = os.fork()
-            if pid == 0:
-                os._exit(len(raised))
-            assert os.waitpid(pid, 0)[1] == 0
-        return fork_at_each_line
-
-    with DataLoader(Numbered(64), batch_size=4, num_workers=2, worker_restarts=1) as loader:
-        iterator = iter(loader)
-        os.kill(iterator._workers[0].pid, signal.SIGKILL)
-        before, hook = sys.gettrace(), sys.unraisablehook
-        sys.settrace(fork_at_each_line)
-        try:
-            assert [batch[0, 0].item() for batch in iterator] == list(range(0, 64, 4))
-        finally:
-            sys.settrace(before)
-            sys.unraisablehook = hook
-    assert lines > 6

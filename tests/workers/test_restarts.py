@@ -6,10 +6,12 @@ import logging
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from loading import Numbered
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied, WorkerTimeout
+from shmloader.workers.processes import ProcessWorker
 
 
 class Fatal(Dataset):
@@ -406,3 +409,34 @@ def test_a_dead_workers_indices_are_those_that_it_was_sent(tmp_path: Path) -> No
     with pytest.raises(WorkerDied) as caught:
         list(loader)
     assert caught.value.indices == ([8, 9, 10, 11], [12, 13, 14, 15])
+
+
+def test_a_process_forked_while_a_worker_is_replaced_closes_no_others_descriptors() -> None:
+    """At each line that closes: another thread may fork there, after it has opened what has that number."""
+    lines = 0
+
+    def fork_at_each_line(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code not in (ProcessWorker.close_pipes.__code__, ProcessWorker.close_descriptors.__code__):
+            return None
+        if event == "line":
+            lines += 1
+            raised: list[Any] = []
+            sys.unraisablehook = raised.append  # that something is closed twice
+            pid = os.fork()
+            if pid == 0:
+                os._exit(len(raised))
+            assert os.waitpid(pid, 0)[1] == 0
+        return fork_at_each_line
+
+    with DataLoader(Numbered(64), batch_size=4, num_workers=2, worker_restarts=1) as loader:
+        iterator = iter(loader)
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        before, hook = sys.gettrace(), sys.unraisablehook
+        sys.settrace(fork_at_each_line)
+        try:
+            assert [batch[0, 0].item() for batch in iterator] == list(range(0, 64, 4))
+        finally:
+            sys.settrace(before)
+            sys.unraisablehook = hook
+    assert lines > 6
