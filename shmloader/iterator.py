@@ -255,7 +255,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         delivery, table, recorder = self._delivery, self.table, self._recorder
         if recorder is not None:
             self._note_asked(recorder)
-        if delivery is not None and delivery.is_captured():
+        if delivery is not None and delivery.moves and delivery.is_captured():
             raise self._lifecycle.expect(delivery.capture_error())  # no local variable: see `__next__`
         if table.warning or self._counters.last_next_ns >= self._copies.due_ns:
             self._warn()
@@ -325,10 +325,10 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         flags, position, worker_id = place.flags, place.position, place.worker_id
         delivery, finish_copy = self._delivery, None
         try:
-            if delivery is None:
-                anchor, header = self.table.take(place)
-            else:
+            if delivery is not None and delivery.copies_ahead:
                 anchor, header, finish_copy = delivery.take(place)
+            else:
+                anchor, header = self.table.take(place)
         except MemoryError as error:  # the next call takes it, if the program has let go of others
             self._lifecycle.expect(error)
             raise
@@ -339,7 +339,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             self._note_done(position, worker_id, report, returned=False)
             raise
         try:
-            if delivery is not None:
+            if delivery is not None and delivery.copies_ahead:
                 finish_copy = finish_copy or delivery.begin(place, flags, anchor, header)
             batch = self._decoder.decode(anchor, header) if finish_copy is None else finish_copy()
             del anchor

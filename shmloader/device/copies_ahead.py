@@ -59,10 +59,7 @@ class Run(NamedTuple):
     places: list[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]]
 
     def unpack(self, memory: torch.Tensor, leaves: list[Any]) -> None:
-        """Put the leaves in their places; each is a tensor by itself, and not a view, for autograd."""
-        if len(self.places) == 1:
-            leaves[self.places[0][0]] = memory
-            return
+        """Put several leaves in their places; each is a tensor by itself, and not a view, for autograd."""
         typed: dict[torch.dtype, torch.Tensor] = {}
         for place, dtype, shape, strides, offset in self.places:
             whole = typed.get(dtype)
@@ -82,7 +79,10 @@ class Plan(NamedTuple):
         """The leaves: in memory of the device, and those that are kept over the anchor."""
         leaves: list[Any] = [None] * self.leaves
         for run, memory in zip(self.runs, memories, strict=True):
-            run.unpack(memory, leaves)
+            if len(run.places) == 1:
+                leaves[run.places[0][0]] = memory
+            else:
+                run.unpack(memory, leaves)
         for place, leaf in self.kept:
             leaves[place] = np.ndarray(leaf.shape, DTYPES[leaf.code].carrier, anchor, leaf.offset)
         return leaves

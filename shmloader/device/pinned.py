@@ -133,7 +133,7 @@ def unpin(extent: Extent) -> None:
 
 def is_pinned(extent: Extent) -> bool:
     """Whether a mapping is page-locked by `pin`."""
-    owner = extent.owner
+    owner = extent.buffer.owner  # as `Extent.owner`, without a call for each batch
     return isinstance(owner, Registration) and owner.address is not None
 
 

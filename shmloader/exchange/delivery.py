@@ -47,9 +47,11 @@ class Delivery:
         self._pin_memory = pin_memory  # whether the program has asked for pinned batches
         self._pin_device = pin_device  # that torch's iterator pins for; None if it leaves that to torch
         self._device = device = None if device is None else numbered(device)
+        self.moves = device is not None  # to a device, which is not possible while `is_captured`
         self._pins = device is None or device.type != "mps"  # which has no pinned memory, says torch
         self._is_capturing = is_capturing
-        self._batches: DeviceBatches | None = None  # only if copies are begun ahead
+        self._batches: DeviceBatches | None = None
+        self.copies_ahead = False  # else `take` and `begin` need not be called
         self._taken: dict[int, tuple[ByteArray, bytes, Callable[[], Any] | None]] = {}  # early, by `seq`
         driver = _driver_for(device)
         if isinstance(driver, str):
@@ -63,11 +65,11 @@ class Delivery:
         self._table.guard_with(guard)
         self._is_capturing = driver.is_capturing
         if device is not None:
-            self._batches = DeviceBatches(guard, device.index)
+            self._batches, self.copies_ahead = DeviceBatches(guard, device.index), True
 
     def is_captured(self) -> bool:
-        """Whether the current stream captures a graph: then copies to the device are not possible."""
-        return self._device is not None and self._is_capturing()
+        """Whether the current stream captures a graph."""
+        return self._is_capturing()
 
     def capture_error(self) -> LoaderError:
         """The error for ``next()`` while `is_captured`."""

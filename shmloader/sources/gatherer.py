@@ -83,8 +83,7 @@ class Gatherer:
         It is ``NOT_GATHERED`` for indices that are not all ints, and if anything but a ``__getbatch__``
         raises, so that the exception is the dataset's own.
         """
-        source = self._source or self._recognise()
-        if source is None:
+        if self._is_per_sample or (source := self._source or self._recognise()) is None:
             return NOT_GATHERED
         allocator = current_allocator()
         if not self._in_worker and allocator is not None:
@@ -109,8 +108,6 @@ class Gatherer:
     def _recognise(self) -> Source | None:
         """Find the source; a dataset that has none now is not looked at again."""
         # No functools.cached_property: in Python 3.11 that holds a lock, which a fork meanwhile copies taken.
-        if self._is_per_sample:
-            return None
         try:
             source = _source_for(self._dataset, self._collate_fn, in_worker=self._in_worker)
         except Exception as reason:  # noqa: BLE001 - also what odd datasets' attributes raise
