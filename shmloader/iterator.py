@@ -223,9 +223,9 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             else:
                 batch = self._next_data()
                 self._num_yielded += 1
-            lifecycle.leave()
             if self._is_watched:  # another thread or task may wait, and the next batch be here
-                self._all_workers.tell()
+                self._all_workers.tell()  # before another call may clear it, which then waits
+            lifecycle.leave()
             lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:

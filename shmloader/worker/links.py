@@ -85,18 +85,18 @@ class Wakeup(SimpleQueue[None]):
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
         """Wake whoever waits."""
-        super().put(item)
-        if self._event is not None:
+        if self._event is not None:  # first: who gets the item then clears this too
             os.eventfd_write(self._event.fd, 1)
+        super().put(item)
 
     def clear(self) -> None:
-        """Take all items; look for records after it. A `put` meanwhile may leave `fileno` readable."""
-        with contextlib.suppress(BlockingIOError):
-            if self._event is not None:
-                os.eventfd_read(self._event.fd)
+        """Take all items; look for records after it. A `put` meanwhile may leave its item."""
         with contextlib.suppress(Empty):
             while True:
                 self.get_nowait()
+        with contextlib.suppress(BlockingIOError):
+            if self._event is not None:
+                os.eventfd_read(self._event.fd)
 
 
 class ThreadLink:

@@ -140,8 +140,7 @@ class ThreadWorkers(BaseWorkers):
 
     def tell(self) -> None:
         """Make `fileno` readable until `ready` is called."""
-        if self._wakeup.empty():
-            self._wakeup.put(None)
+        self._wakeup.put(None)
 
     def interrupt(self) -> None:
         """Wake `wait` by the queue, for good."""

@@ -420,9 +420,10 @@ def test_a_thread_that_waits_for_the_descriptor_sleeps_while_another_is_inside_n
             wakeups += bool(poller.poll(100))
             with contextlib.suppress(NotReady):
                 found.append(iterator.try_next())
+            time.sleep(0.001)  # not to keep the interpreter from the other thread
         thread.join()
         assert len(found) >= 6
-        assert wakeups < 5000  # some for each batch; it was awake all the time
+        assert wakeups < 150  # some for each batch; always awake there would be some 800
 
 
 @pytest.mark.parametrize("worker_type", ["process", "thread"])

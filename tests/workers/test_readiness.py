@@ -1,4 +1,4 @@
-"""The descriptor that stands for all workers of a loader, after an interrupt of what follows them."""
+"""The descriptors that stand for all workers of a loader: of processes after an interrupt, and of threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from interrupted_lines import interrupted_at
 
+from shmloader.worker import links
+from shmloader.worker.links import Wakeup
 from shmloader.workers.readiness import Readiness
 
 
@@ -51,3 +53,26 @@ def test_an_interrupt_at_any_line_keeps_nothing_from_following_later(worker: Wor
             assert line > 5
             return
     raise AssertionError("it never ends")
+
+
+def test_who_takes_an_item_at_once_leaves_no_descriptor_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may take it, and look for records, before `put` has returned."""
+    wakeup, write = Wakeup(), os.eventfd_write
+    poller = select.poll()
+    poller.register(wakeup.fileno(), select.POLLIN)
+    wakeup.clear()
+
+    def take() -> None:
+        if not wakeup.empty():
+            wakeup.get()
+            wakeup.clear()
+
+    def write_late(fd: int, value: int) -> None:
+        take()
+        write(fd, value)
+
+    monkeypatch.setattr(links.os, "eventfd_write", write_late)
+    wakeup.put(None)
+    assert poller.poll(0)
+    take()
+    assert not poller.poll(0)
