@@ -84,10 +84,11 @@ class Wakeup(SimpleQueue[None]):
         return self._event.fd
 
     def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
-        """Wake whoever waits."""
+        """Wake whoever waits; one item is enough."""
         if self._event is not None:  # first: who gets the item then clears this too
             os.eventfd_write(self._event.fd, 1)
-        super().put(item)
+        if self.empty():  # else whoever gets the item looks at the new records too
+            super().put(item)
 
     def clear(self) -> None:
         """Take all items; look for records after it. A `put` meanwhile may leave its item."""
@@ -112,7 +113,7 @@ class ThreadLink:
         self.dataset: Any = None  # a copy for the next epoch, if it is to take a new one
         self.wait_ns = self.received_ns = 0
         self.closed = False  # whether the main process wants nothing more
-        self._wakeup = wakeup  # the main process's thread waits at it; one item is enough to wake it
+        self._wakeup = wakeup  # the main process's thread waits at it
 
     def receive(self) -> bytes:
         """The next record; sleeps until there is one."""
@@ -127,7 +128,7 @@ class ThreadLink:
         """Send a record, and wake the main process's thread."""
         self.end_if_closed()
         self.answers.append(record)
-        self._wake()
+        self._wakeup.put(None)
 
     def end_if_closed(self) -> None:
         """Raise `BrokenPipeError` once the batches are not wanted: a thread cannot be ended from outside."""
@@ -146,11 +147,7 @@ class ThreadLink:
     def end(self, error: BaseException | None) -> None:
         """Note that the worker ends; called in its thread."""
         self.error, self.ended = error, True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._wakeup.empty():  # else it will look at the new records too
-            self._wakeup.put(None)
+        self._wakeup.put(None)
 
 
 Link = ProcessLink | ThreadLink
