@@ -319,7 +319,7 @@ class ProcessWorkers(BaseWorkers):
         return self._readiness.fd
 
     def tell(self) -> None:
-        """Make `fileno` readable until `ready` is called."""
+        """Make `fileno` readable until `ready` or `wait` looks for records."""
         if self._readiness is not None:
             self._readiness.tell()
 

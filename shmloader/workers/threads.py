@@ -139,7 +139,7 @@ class ThreadWorkers(BaseWorkers):
         return self._wakeup.fileno()
 
     def tell(self) -> None:
-        """Make `fileno` readable until `ready` is called."""
+        """Make `fileno` readable until `ready` or `wait` looks for records."""
         self._wakeup.put(None)
 
     def interrupt(self) -> None:

@@ -163,6 +163,18 @@ def mapped(begin: int, nbytes: int) -> bool:
     return nbytes <= 0
 
 
+def detached(segment: Segment) -> tuple[Any, Any, int]:
+    """A slot that keeps its values though its other mapping is written; that; the address space before."""
+    nbytes = segment.reserve(0, 0, LARGE)
+    extent, other = (segment.map(0, nbytes) for _ in range(2))
+    extent.view[:3] = b"abc"
+    address, before = extent.address, address_space_nbytes()
+    extent.detach()
+    other.view[:3] = b"xyz"
+    assert (extent.address, bytes(extent.view[:4])) == (address, b"abc\0")
+    return extent, other, before
+
+
 def test_what_is_detached_is_unmapped_once_and_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping that another thread makes meanwhile at the address of the copy stays."""
     neighbours: list[Any] = []
@@ -175,20 +187,15 @@ def test_what_is_detached_is_unmapped_once_and_keeps_its_values(monkeypatch: pyt
         return moved
 
     monkeypatch.setattr(mapping.libc, "mremap", move_and_map)
-    segment = Segment()
-    nbytes = segment.reserve(0, 0, LARGE)
-    extent, other = (segment.map(0, nbytes) for _ in range(2))
-    extent.view[:3] = b"abc"
-    address, before = extent.address, address_space_nbytes()
-    extent.detach()
-    other.view[:3] = b"xyz"
-    assert (extent.address, bytes(extent.view[:4])) == (address, b"abc\0")
+    segment, nbytes = Segment(), LARGE
+    extent, other, before = detached(segment)
     assert len(neighbours) == 4
     gc.collect()
     del extent
     assert all(mapped(address_of(neighbour), nbytes) for neighbour in neighbours)
     neighbours.clear()
     assert address_space_nbytes() - before < -nbytes // 2, "the mapping is gone, and no copy is left"
+    del other
     segment.close()
 
 
@@ -243,17 +250,12 @@ def test_a_copy_that_cannot_be_moved_is_not_kept(kernel: str, monkeypatch: pytes
 
 def test_before_linux_5_7_a_copy_has_no_owner_until_it_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "_MREMAP_DONTUNMAP", 1 << 6)  # to which this kernel says EINVAL
-    segment = Segment()
-    nbytes = segment.reserve(0, 0, LARGE)
-    extent, other = (segment.map(0, nbytes) for _ in range(2))
-    extent.view[:3] = b"abc"
-    address, before = extent.address, address_space_nbytes()
-    extent.detach()
-    other.view[:3] = b"xyz"
-    assert (extent.address, bytes(extent.view[:4])) == (address, b"abc\0")
+    segment, nbytes = Segment(), LARGE
+    extent, other, before = detached(segment)
     assert abs(address_space_nbytes() - before) < nbytes // 2
     del extent
     assert address_space_nbytes() - before < -nbytes // 2
+    del other
     segment.close()
 
 
