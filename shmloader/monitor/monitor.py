@@ -47,7 +47,8 @@ class Reading:
 class Monitor:
     """Follows the memory of a program: of processes and all that descend from them.
 
-    As a context manager it reads in a thread of its own until the block ends. Otherwise call `read`.
+    As a context manager it reads in a thread of its own until the block ends. Call `read` in between as you
+    like, or without the block.
     The time between two readings grows with their cost, so that they take 1.5 % of a core.
 
     Args:
@@ -76,6 +77,7 @@ class Monitor:
         self._first: dict[int, ProcessMemory] = {}
         self._began_s = time.monotonic()
         self._ended = threading.Event()
+        self._reading = threading.Lock()  # only one thread reads
         self._thread = threading.Thread(target=self._run, name="shmloader-monitor", daemon=True)
         self._stop_listening: Callable[[], None] = lambda: None
         self.readings: list[Reading] = []
@@ -85,6 +87,10 @@ class Monitor:
 
     def read(self) -> Reading:
         """Read all processes now, and set ``wait_s``, the seconds to wait until the next reading."""
+        with self._reading:
+            return self._read()
+
+    def _read(self) -> Reading:
         began_s = time.thread_time()
         processes = tuple(self._tree.read())
         shared = shared_nbytes([process.pid for process in processes])
@@ -157,7 +163,7 @@ class Monitor:
         """Names of the workers that loaders have reported, by process id."""
         return {
             pid: f"worker {number} of {report.dataset}"
-            for report in self._reports.values()
+            for report in list(self._reports.values())  # a thread that calls iter() may add one
             for number, pid in enumerate(report.workers)
         }
 

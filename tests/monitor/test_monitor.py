@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,23 @@ def test_the_interval_grows_with_the_cost_of_reading(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shmloader.monitor.monitor.time.thread_time", lambda: next(times))
     monitor.read()
     assert monitor.wait_s == pytest.approx(20)
+
+
+def test_threads_may_read_at_once_while_processes_come_and_go() -> None:
+    monitor, interval_s = Monitor(), sys.getswitchinterval()
+
+    def read_often() -> int:
+        return sum(bool(monitor.read().processes) for _ in range(60))
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            reading = [pool.submit(read_often) for _ in range(3)]
+            while not all(one.done() for one in reading):
+                subprocess.run(["sleep", "0.01"], check=True)
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert [one.result() for one in reading] == [60, 60, 60]
 
 
 REPORT = Report(7, 1, "train", "fork", (8,), "train.samples", 614 * MB, is_shareable=True)
