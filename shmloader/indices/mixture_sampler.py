@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -155,7 +156,8 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
             ValueError: If this rank has drawn further, with the numbers; and for wrong weights.
         """
         self._weights.shares(weights)
-        drawn = self._drawn
+        # A state has them as JSON, and an array that they come from may be used for others.
+        weights, drawn = {name: float(weight) for name, weight in weights.items()}, self._drawn
         if position is None:
             if drawn.epoch > self.epoch or (drawn.epoch == self.epoch and not self._ended):
                 raise ValueError(
@@ -163,16 +165,16 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
                     "Call set_epoch() with the epoch that they are for; if that was begun early, leave out "
                     "prefetch_epochs, or pass a position"
                 )
-            self._next = dict(weights)
+            self._next = weights
             return
-        place = Place(self.epoch, position)
+        place = Place(int(self.epoch), operator.index(position))
         if position < 0 or place < drawn:
             raise ValueError(
                 f"position={position:,} in epoch {self.epoch} is too early: this rank has drawn the first "
                 f"{drawn.position:,} samples of epoch {drawn.epoch}, some of them in advance. Pass a later "
                 "position, the same on all ranks"
             )
-        self._changes[place] = dict(weights)
+        self._changes[place] = weights
         self._version += 1
 
     # --- the order
@@ -243,7 +245,7 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
         return itertools.chain.from_iterable(self._pieces())  # nothing happens before the first index
 
     def _pieces(self) -> Iterator[list[int]]:
-        epoch, consumed = self.epoch, self._begin_iteration()
+        epoch, consumed = int(self.epoch), self._begin_iteration()
         if self._next is not None:
             self._changes = self._changes | {Place(epoch, consumed): self._next}
             self._next, self._version = None, self._version + 1
@@ -316,7 +318,12 @@ class MixtureSampler(GlobalOrder, DistributedSampler[int]):
             self._weights.shares(weights)
         later = {place: weights for place, weights in self._changes.items() if place >= begin}
         self._changes, self._next, self._version = changes | later, following, self._version + 1
+        self.go_back(consumed)
         super().load_state_dict(state_dict)
+
+    def go_back(self, consumed: int) -> None:
+        """Note that the next iteration begins in the present epoch, after so many samples of the order."""
+        self._drawn, self._ended = Place(int(self.epoch), consumed), True
 
     def at(self, epoch: int, batches: int, batch_size: int, begin: Mapping[str, Any]) -> Self:
         """A copy that begins after a number of batches of an epoch, with the changes so far.

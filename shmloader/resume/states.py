@@ -236,6 +236,8 @@ class States:
         sampler = samplers.sampler_with_epoch(settings.index_sampler)
         if sampler is not None and state["sampler_epoch"] is not None:
             sampler.set_epoch(state["sampler_epoch"])
+        if (mixed := samplers.mixture_sampler(settings.index_sampler)) is not None:
+            mixed.go_back(unpack_user_state(state["sampler_state"])["consumed"])  # its weights may change now
         return {name: value for name, value in state.items() if name not in compatibility.ADDED_BY_OTHERS}
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from resume_settings import by_json, by_torch
 from robustness.processes import LONG
 from stream_datasets import identity
@@ -262,6 +263,64 @@ def test_weights_for_an_epoch_that_was_drawn_early_as_a_whole_are_refused() -> N
         loader.set_epoch(1)
         with pytest.raises(ValueError, match=r"epoch 1 was begun already.*leave out prefetch_epochs"):
             loader.sampler.set_weights({"web": 1, "code": 0, "math": 0})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_program_that_goes_back_may_change_the_weights_from_there_on(workers: int) -> None:
+    options, only_code = {"stopping_strategy": "never"}, {"web": 0.0, "code": 1.0, "math": 0.0}
+    with mixture_loader(options, batch_size=8, num_workers=workers) as loader:
+        sampler: Any = loader.sampler
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        state = loader.state_dict()
+        for _ in range(200):
+            next(iterator)
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="this rank has drawn the first 24 samples of epoch 0"):
+            sampler.set_weights(only_code, position=16)
+        sampler.set_weights(only_code)
+        first = next(iter(loader))
+        again = mixture_loader(options, batch_size=8)
+        again.load_state_dict(by_json(loader.state_dict()))
+        assert {MIXTURE.source_of(index) for index in (*first, *next(iter(again)))} == {"code"}
+        loader.load_state_dict(state)
+        sampler.set_weights({"web": 0, "code": 0, "math": 1}, position=400)
+        iterator = iter(loader)
+        drawn = [MIXTURE.source_of(index) for _ in range(50) for index in next(iterator)]
+        assert set(drawn[:376]) == {"code"}
+        assert set(drawn[376:]) == {"math"}
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, torch.tensor])
+def test_weights_and_positions_may_be_numpys_or_torchs_numbers(kind: Any) -> None:
+    def weights_of(numbers: list[int]) -> dict[str, Any]:
+        return dict(zip(SIZES, map(kind, numbers), strict=True))
+
+    rests, states = [], []
+    for make, number in (
+        (weights_of, np.int64),
+        (lambda numbers: dict(zip(SIZES, numbers, strict=True)), int),
+    ):
+        loader = mixture_loader({"stopping_strategy": "never", "epoch_size": 400}, batch_size=8)
+        sampler: Any = loader.sampler
+        sampler.set_epoch(number(1))
+        sampler.set_weights(make([0, 1, 1]))
+        iterator = iter(loader)
+        next(iterator)
+        sampler.set_weights(make([1, 0, 1]), position=number(160))
+        states.append(by_json(loader.state_dict()))
+        rests.append(list(iterator))
+    assert rests[0] == rests[1]
+    assert states[0]["sampler_state"] == states[1]["sampler_state"]
+
+
+def test_weights_that_are_views_of_a_tensor_stay_as_they_were_set() -> None:
+    tensor = torch.tensor([0.0, 1.0, 0.0])
+    loader = mixture_loader({"stopping_strategy": "never"}, batch_size=8)
+    loader.sampler.set_weights(dict(zip(SIZES, tensor, strict=True)))  # type: ignore[attr-defined]
+    tensor.copy_(torch.tensor([1.0, 0.0, 0.0]))
+    assert {MIXTURE.source_of(index) for index in next(iter(loader))} == {"code"}
 
 
 def test_another_mixture_is_refused_with_both() -> None:
