@@ -14,7 +14,7 @@ from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import Run, pack_index_batch
-from shmloader.indices.samplers import generator_states, states_if_drawn
+from shmloader.indices.samplers import epoch_of, generator_states, states_if_drawn
 from shmloader.memory.segment import OwnDescriptor
 from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
@@ -59,6 +59,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
             shared_seed = self._stream.share_seed(self._shared_seed)
             self._dataset = torch_private.seed_datapipe(self._dataset, shared_seed)
         self._report: StreamReport | None = None  # of the batch that was fetched last
+        self._interrupted = False  # the call before: what it had drawn of a stream is in no batch
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._recorder = recorder = counters.recorder
         self._probe = None if recorder is None else BatchProbe()
@@ -113,7 +114,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
     def _next_index(self) -> Any:
         progress = self._progress
         if progress.before is None:
-            progress.begin_order(self._read_states())
+            progress.begin_order(self._read_states(), epoch_of(self._index_sampler))
         while True:
             index_batch = next(self._sampler_iter)
             self._position += 1
@@ -189,11 +190,15 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
             self._report = self._dataset_fetcher.place()
             if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
                 self._note_taken(returned=False)
+            self._interrupted = not isinstance(error, Exception)
             self._counters.add("failures")
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
             raise
         if type(batch) is not Report:
+            if self._interrupted:
+                self._report = self._dataset_fetcher.place()
+            self._interrupted = False
             return batch
         self._report = batch.stream
         return self._counters.of(ReportCounts).take(batch, self._counters.batches)

@@ -177,10 +177,13 @@ def pass_over_end(index_sampler: Any, make_state: Callable[[], Any]) -> None:
     """Have a sampler that was set to its own state from an epoch's end begin the next epoch.
 
     There some samplers have begun anew already, and others give nothing once. A sampler may change the state
-    that it is given: so ``make_state`` makes a new one.
+    that it is given: so ``make_state`` makes a new one. What it draws from torch's global generator meanwhile
+    is not drawn.
     """
+    before = torch.get_rng_state()
     if list(itertools.islice(iter(index_sampler), 1)):
         samplers.sampler_with_state(index_sampler).load_state_dict(make_state())
+        torch.set_rng_state(before)
 
 
 def _state_or_error(sampler: Any, before: Any = None) -> Any:

@@ -7,6 +7,7 @@ whether there is room for a batch.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -167,18 +168,17 @@ class Scheduler:
     ) -> None:
         """Begin an epoch without a task, and send its first ones; ``done`` is that of `Progress`."""
         self._sent, *behind = done
-        if behind:
-            sampler_iter = self._without(sampler_iter, set(behind))
+        if behind:  # no generator: one that a sampler's exception has passed has ended
+            positions = set(behind)
+            sampler_iter = itertools.filterfalse(lambda _: self._passes_over(positions), sampler_iter)
         self.turns.begin_epoch(first_worker)
         self._fill(sampler_iter)
 
-    def _without(self, sampler_iter: Iterator[Any], done: set[int]) -> Iterator[Any]:
-        """Leave out the index batches at certain positions."""
-        for index_batch in sampler_iter:
-            if self._sent in done:
-                self._sent += 1
-            else:
-                yield index_batch
+    def _passes_over(self, positions: set[int]) -> bool:
+        """Pass over the next index batch if it has one of some positions; returns whether it has."""
+        is_one = self._sent in positions
+        self._sent += is_one
+        return is_one
 
     def take_early(self, *, discard: bool) -> Iterator[Any] | None:
         """Begin the next epoch with its early batches, or discard them: always with ``discard``.

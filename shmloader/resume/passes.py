@@ -93,11 +93,13 @@ class Pass:
             global_before = goes_on["global_generator"]
             if goes_on["sampler_state"] and samplers.sharded_sampler(settings.index_sampler) is not None:
                 sampler_begin = unpack_user_state(goes_on["sampler_state"])
+        was_drawn = False  # the order, in an earlier program
         if (
             goes_on is not None
             and not settings.is_iterable
             and (done != (0,) or goes_on["sampler_generator"])
         ):
+            was_drawn = True
             before = samplers.GeneratorStates(goes_on["sampler_generator"], goes_on["loader_generator"])
         elif settings.is_iterable or (goes_on is not None and before is not None):
             before = samplers.generator_states(settings.index_sampler, settings.generator)  # drawn, or set
@@ -118,8 +120,8 @@ class Pass:
         )
         if tracked is not None:
             tracked.follow(lambda: progress.oldest, self._is_asked, self._looks)
-        if goes_on is not None and goes_on["sampler_generator"] and not goes_on["batches"]:
-            # The order is drawn with the first batch: now, while the generator is where it was.
+        if was_drawn:
+            # Again now, while the generator and the sampler's epoch are as they were then.
             batches = _first_drawn(batches)
         self.progress = progress
         return batches, progress

@@ -102,9 +102,9 @@ class Progress:
         """Note the epoch before."""
         self.follows_left = before.tracked is not None and before.tracked.is_left
 
-    def begin_order(self, before: GeneratorStates) -> None:
-        """Note the states of the generators before the sampler draws its order, with the first batch."""
-        self.before = before
+    def begin_order(self, before: GeneratorStates, sampler_epoch: int | None) -> None:
+        """Note generators and epoch of the sampler, which draws its order now, with the first batch."""
+        self.before, self.sampler_epoch = before, sampler_epoch
 
     def take_back(self, done: Done) -> None:
         """Go back to what was done before the batch of an interrupted call, which the program has not had."""

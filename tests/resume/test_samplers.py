@@ -248,6 +248,20 @@ def test_a_seed_that_only_a_samplers_state_has_is_not_drawn_again(
         assert len(values(other)) == 10
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("epochs_before", [0, 1])
+def test_a_seed_is_drawn_once_for_an_epoch_that_begins_with_a_state(workers: int, epochs_before: int) -> None:
+    with DataLoader(Plain(40), 4, sampler=SeedInState(40), num_workers=workers) as loader:
+        for _ in range(epochs_before):
+            values(loader)
+        state, drawn_so_far = loader.state_dict(), torch.get_rng_state()
+        wanted = [values(loader), values(loader)]
+    with DataLoader(Plain(40), 4, sampler=SeedInState(40), num_workers=workers) as other:
+        other.load_state_dict(state)
+        torch.set_rng_state(drawn_so_far)
+        assert [values(other), values(other)] == wanted
+
+
 class KeepsItsSeed(SeedInState):
     """Stores its drawn seed as ``seed``, a name that other samplers use for a setting."""
 
