@@ -8,6 +8,7 @@ import itertools
 import logging
 import pickle
 import random
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,18 +36,22 @@ _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may 
 _log = logging.getLogger("shmloader")
 
 
-def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
+def track(
+    index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False, threads: bool = False
+) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or samplers.repeats_its_order(index_sampler)
     if known or samplers.sharded_sampler(index_sampler) is not None:
         return iterator
-    return TrackedBatches(index_sampler, iterator, resumed=resumed)
+    return TrackedBatches(index_sampler, iterator, resumed=resumed, threads=threads)
 
 
 class TrackedBatches(Iterator[Any]):
     """Index batches of one epoch, from batch ``begin`` on, where the sampler's own ``state`` was loaded.
 
-    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
+    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch. It is
+    only a warning if another thread may have drawn: one of the workers, if they are ``threads``, or the
+    program's main thread, if this is another one.
     """
 
     def __init__(
@@ -57,9 +62,10 @@ class TrackedBatches(Iterator[Any]):
         state: Any = None,
         *,
         resumed: bool = False,
+        threads: bool = False,
     ) -> None:
         self.follow(lambda: begin)
-        self._resumed, self._told = resumed, False
+        self._resumed, self._threads, self._told = resumed, threads, False
         self._name = type(samplers.sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = samplers.sampler_with_state(index_sampler)
@@ -97,12 +103,13 @@ class TrackedBatches(Iterator[Any]):
             self._length, self._ended = 0, True  # it was another
             raise
         if states is not None and states != _global_states():
+            alone = not self._threads and threading.current_thread() is threading.main_thread()
             self._warning = (
-                f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
-                "batch by batch, among what the program draws, so it cannot come to the same place again. "
-                f"{ADVICE}"
+                f"the sampler ({self._name}){'' if alone else ', if no other thread,'} draws from a global "
+                "generator (torch's, NumPy's, random's) batch by batch, among what the program draws, so it "
+                f"cannot come to the same place again. {ADVICE}"
             )
-            if self._resumed:
+            if self._resumed and alone:
                 raise ResumeError(self._warning)
         self._drawn = drawn = drawn + 1
         index_batch = with_packed_ints(index_batch)  # they are needed packed anyway

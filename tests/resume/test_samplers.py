@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,47 @@ def test_a_sampler_that_draws_among_the_program_is_refused(
         loader.load_state_dict(state)
         with pytest.raises(ResumeError, match=r"OwnGenerator.* batch by batch"):
             values(loader)
+
+
+class Slow(Sampler[int]):
+    """Always the same order; other threads run meanwhile."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(40):
+            time.sleep(0.001)
+            yield number
+
+
+@pytest.mark.parametrize("draws_in", ["the main thread", "a worker thread"])
+def test_a_sampler_is_not_blamed_for_what_another_thread_draws(
+    draws_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set():
+            random.random()
+
+    def drawing(samples: list[torch.Tensor]) -> torch.Tensor:
+        for _ in range(2000):
+            random.random()
+        return torch.stack(samples)
+
+    options: dict[str, Any] = {"num_workers": 1, "worker_type": "thread", "collate_fn": drawing}
+    options = options if draws_in == "a worker thread" else {}
+    with DataLoader(Plain(40), 4, sampler=Slow(), **options) as loader:
+        loader.load_state_dict(started(DataLoader(Plain(40), 4, sampler=Slow())))
+        if options:
+            rest = values(loader)
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(lambda: values(loader))
+                reading.add_done_callback(lambda _: ended.set())
+                draw()
+            rest = reading.result()
+        assert len(rest) == 9
+        loader.state_dict()
+    assert all("if no other thread, draws" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
