@@ -183,9 +183,13 @@ def _ranges(sampler: SequentialSampler, nbatch: int) -> Iterator[IntArray]:
 
 
 def _permutation(length: int, generator: torch.Generator) -> Order:
-    """A permutation as ``torch.randperm`` draws it; as int32, in half the memory, where that suffices."""
-    dtype = torch.int32 if length <= 1 << 31 else torch.int64
-    return torch.randperm(length, generator=generator, dtype=dtype).numpy()
+    """A permutation as ``torch.randperm`` draws it; as int32, in half the memory, where that suffices.
+
+    The generator is another device's if the program's default device is.
+    """
+    is_short = length <= 1 << 31 and generator.device.type == "cpu"  # there the numbers are the same
+    dtype = torch.int32 if is_short else torch.int64
+    return torch.randperm(length, generator=generator, dtype=dtype).cpu().numpy()
 
 
 def _permutations(sampler: RandomSampler, nbatch: int) -> Iterator[IntArray]:
@@ -213,7 +217,7 @@ def _weighted(sampler: WeightedRandomSampler, _: int) -> Iterator[IntArray]:
 def _of_subset(sampler: SubsetRandomSampler, nbatch: int) -> Iterator[IntArray]:
     """Draw as ``SubsetRandomSampler.__iter__``, which looks each index up when its batch is made."""
     indices = sampler.indices
-    places = torch.randperm(len(indices), generator=sampler.generator).numpy()
+    places = torch.randperm(len(indices), generator=sampler.generator).cpu().numpy()
     for begin in range(0, len(places), nbatch):
         some = places[begin : begin + nbatch].tolist()
         found = int_array([indices[place] for place in some])

@@ -48,6 +48,9 @@ class CompactStates:
         return self._text
 
     def _find(self, state: torch.Tensor) -> str:
+        seeded = torch.Generator().get_state()
+        if state.shape != seeded.shape:  # an accelerator's generator, whose state is short
+            return _whole(state)
         seed = generator_at(state).initial_seed()
         seeded = torch.Generator().manual_seed(seed).get_state()
         for of_seed, drawn, known in (self._known, (seed, 0, seeded)):
@@ -57,7 +60,11 @@ class CompactStates:
                     self._known = seed, drawn + further, state
                     return f"drawn {seed} {drawn + further}"
         self._lost = seed
-        return f"state {base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()}"
+        return _whole(state)
+
+
+def _whole(state: torch.Tensor) -> str:
+    return f"state {base64.b64encode(zlib.compress(state.numpy().tobytes())).decode()}"
 
 
 def set_to(compact_state: str, generator: torch.Generator) -> None:

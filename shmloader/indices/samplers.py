@@ -183,6 +183,8 @@ def states_if_drawn(
     drawn_from, of_seed = generator_of(index_sampler), generator or torch.default_generator
     if drawn_from is None or not isinstance(before.sampler, torch.Tensor):
         return None
+    if drawn_from.device.type != "cpu":  # it cannot be drawn from again; torch's samplers draw with the batch
+        return None
     undrawn = generator_at(before.sampler)
     if drawn_from is of_seed:
         draw_seed(undrawn)

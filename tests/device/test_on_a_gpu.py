@@ -168,6 +168,34 @@ def test_a_batch_outlives_its_loader() -> None:
     assert copied[:, 0].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [4, 64])
+def test_a_default_device_with_a_generator_of_it(batch_size: int, workers: int) -> None:
+    def make(kind: type = DataLoader) -> torch.utils.data.DataLoader:
+        generator = torch.Generator("cuda").manual_seed(3)
+        options = {"multiprocessing_context": "spawn"} if workers else {}
+        return kind(
+            Numbered(640), batch_size, shuffle=True, generator=generator, num_workers=workers, **options
+        )
+
+    def first_of(batches) -> list[list[float]]:
+        return [batch[:, 0].tolist() for batch in batches]
+
+    torch.set_default_device("cuda")
+    try:
+        wanted = [first_of(loader) for loader in [make(torch.utils.data.DataLoader)] for _ in range(2)]
+        loader = make()
+        assert [first_of(loader), first_of(loader)] == wanted
+        iterator = iter(loader)
+        next(iterator)
+        state, rest = loader.state_dict(), first_of(iterator)
+        other = make()
+        other.load_state_dict(state)
+        assert first_of(other) == rest
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_two_devices() -> None:
     with warnings.catch_warnings():

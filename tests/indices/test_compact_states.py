@@ -76,3 +76,11 @@ def test_what_is_too_far_from_its_seed_is_kept_whole(monkeypatch: pytest.MonkeyP
 def test_a_state_of_another_torch_is_refused() -> None:
     with pytest.raises(ResumeError, match="of a generator of another torch"):
         there(f"state {base64.b64encode(zlib.compress(b'another')).decode()}")
+
+
+def test_the_short_state_of_an_accelerators_generator_is_kept_whole() -> None:
+    """CUDA's has 16 bytes: the seed and an offset."""
+    state = torch.tensor([3, 400]).view(torch.uint8)
+    kind, text = CompactStates().of(state).split()
+    assert kind == "state"
+    assert zlib.decompress(base64.b64decode(text)) == state.numpy().tobytes()
