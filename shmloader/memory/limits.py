@@ -45,9 +45,9 @@ _unchecked_nbytes = 0  # taken by this process since it last asked for the headr
 def memory_headroom(pid: int | None = None) -> Headroom:
     """Memory that this process, or another one, can take now without the kernel killing something for it.
 
-    Inactive file pages of a cgroup (``memory.stat``) do not count: the kernel would reclaim them. While the
-    process has no descriptor left, the answer is the last one that there was. Raises `OSError` if there is no
-    descriptor left, and never was when this was asked.
+    What the kernel reclaims before it kills counts as available in a cgroup too: the pages of files that were
+    read, and its own caches. While the process has no descriptor left, the answer is the last one that there
+    was. Raises `OSError` if there is no descriptor left, and never was when this was asked.
     """
     global _last_known  # noqa: PLW0603 - the same for all loaders of this process
     try:
@@ -149,9 +149,10 @@ def _cgroups(controller: str, pid: int | None = None) -> list[Path]:
 
 
 def _cgroup_headroom(folder: Path) -> Headroom | None:
-    for limit_name, usage_name, inactive_key in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    # Shared memory is in none of these figures of ``memory.stat``. A file that was read twice is "active".
+    for limit_name, usage_name, reclaimed in (
+        ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ):
         try:
             limit_text = (folder / limit_name).read_text().strip()
@@ -160,8 +161,9 @@ def _cgroup_headroom(folder: Path) -> Headroom | None:
             limit, usage = int(limit_text), int((folder / usage_name).read_text())
         except (OSError, ValueError):
             continue
-        available = max(0, limit - usage + _fields(folder / "memory.stat").get(inactive_key, 0))
-        return Headroom(available, limit, f"the memory cgroup {folder}")
+        figures = _fields(folder / "memory.stat")
+        available = limit - usage + sum(figures.get(name, 0) for name in reclaimed)
+        return Headroom(max(0, available), limit, f"the memory cgroup {folder}")
     return None
 
 

@@ -156,6 +156,43 @@ def test_a_memory_cgroup_bounds_the_headroom_and_counts_its_victims() -> None:
         assert str(folder) in source
 
 
+READS_A_FILE = """
+import json, os, pathlib, sys
+from shmloader.memory import limits
+path, folder = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+with path.open("wb", buffering=0) as file:
+    for _ in range(320):
+        file.write(bytes(1 << 20))
+    os.fsync(file.fileno())
+for _ in range(3):
+    with path.open("rb", buffering=0) as file:
+        while file.read(1 << 20):
+            pass
+stat = (folder / "memory.stat").read_text().split()
+name = "total_active_file" if "total_active_file" in stat else "active_file"  # cgroups of version 1, or 2
+active = int(stat[stat.index(name) + 1])
+room = limits.memory_headroom()
+kills = [limits.oom_kills()]
+fd = os.memfd_create("taken")
+os.posix_fallocate(fd, 0, 300 << 20)
+print(json.dumps([active, room, [*kills, limits.oom_kills()]]))
+"""
+
+
+def test_pages_of_files_that_were_read_more_than_once_are_room_in_a_memory_cgroup(tmp_path: Path) -> None:
+    with memory_cgroup(f"{512 * MIB}") as folder:
+        script = [sys.executable, "-c", READS_A_FILE, str(tmp_path / "read"), str(folder)]
+        done = run_in(entering(folder), script)
+        (tmp_path / "read").unlink()
+        assert done.returncode == 0, done.stderr
+    active, (available, _, source), kills = json.loads(done.stdout)
+    if active < 200 * MIB:
+        pytest.skip(f"{tmp_path} is on a file system whose pages do not count: {active:,} bytes")
+    assert str(folder) in source
+    assert available > 300 * MIB
+    assert kills == [0, 0]  # so it was there
+
+
 def test_after_a_refusal_the_next_request_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that is refused room in advance asks for less at once, which may also be too much."""
     monkeypatch.setattr(limits, "memory_headroom", lambda: limits.Headroom(MIB, 1 << 30, "a test"))
