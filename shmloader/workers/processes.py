@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import select
+import sys
 import time
 from array import array
 from collections import deque
@@ -19,10 +20,14 @@ from shmloader.memory import Descriptor
 from shmloader.memory.limits import oom_kills
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
-from shmloader.workers.base import BaseWorkers, MakeArguments, live
+from shmloader.workers.base import BaseWorkers, MakeArguments, close_own_ends, live, open_pipes
 from shmloader.workers.deaths import error_of, explain_kill
 from shmloader.workers.launch import begin_fork_server, check_descriptors, sigterm_grace_s, start_process
 from shmloader.workers.spawn_payload import SpawnPayload
+
+if sys.platform != "win32":  # here: once the last descriptor is taken, nothing can be imported
+    import fcntl
+    import termios
 
 if TYPE_CHECKING:
     from shmloader.workers.readiness import Readiness
@@ -103,9 +108,6 @@ class ProcessWorker:
         """Whether it has taken a task yet: until then all its ``unanswered`` tasks are in the pipe."""
         if self.heard:
             return True
-        import fcntl  # neither of them on Windows
-        import termios
-
         unread = array("i", [0])
         try:
             fcntl.ioctl(self.requests_fd, termios.FIONREAD, unread)
@@ -141,11 +143,9 @@ class ProcessWorker:
 
     def close_pipes(self) -> None:
         """Close the pipes, which tells the worker to end."""
-        # First forgotten: another thread may fork meanwhile, and open a descriptor of the same number.
+        # First forgotten: another thread may open a descriptor of the same number.
         fds, self.requests_fd, self.answers_fd = (self.requests_fd, self.answers_fd), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+        close_own_ends(fds)
 
     def close_descriptors(self) -> None:
         """Close this side's descriptors; then only the exit code shows whether the process has ended."""
@@ -170,7 +170,6 @@ class ProcessWorkers(BaseWorkers):
         self._make_arguments = make_arguments
         self._poller: select.poll | None = None
         self._by_fd: dict[int, ProcessWorker] = {}
-        self._starting: tuple[int, ...] = ()  # main-side ends of the worker that is being started
         self._added: set[int] = set()  # while others worked: until they are heard they have nothing to finish
         self._wake = Descriptor(-1)  # readable once `interrupt` was called
         self._oom_kills = oom_kills()
@@ -203,22 +202,18 @@ class ProcessWorkers(BaseWorkers):
     def _start(self, worker_id: int, give: MakeArguments) -> ProcessWorker:
         grace_s = sigterm_grace_s()
         check_descriptors()
-        ends: list[int] = []  # the pipe of requests, then that of answers; each the read end first
+        ends: list[int] = []
         try:
-            ends += os.pipe()
-            ends += os.pipe()
+            open_pipes(ends)
             requests_read, requests_write, answers_read, answers_write = ends
-            self._starting = (requests_write, answers_read)
-            for fd in self._starting:
+            for fd in (requests_write, answers_read):
                 os.set_blocking(fd, False)
             pipes = Pipes(Descriptor(requests_read), Descriptor(answers_write), self._stacks.descriptor)
             process = start_process(self._context, worker_id, give(worker_id), pipes, grace_s)
         except BaseException:
-            for fd in ends[1:3]:
-                os.close(fd)
+            close_own_ends(ends[1:3])
             raise
         finally:
-            self._starting = ()
             # The worker's ends: only the worker may hold them, or its death would not close the pipe.
             for fd in ends[:1] + ends[3:]:
                 os.close(fd)
@@ -387,9 +382,7 @@ class ProcessWorkers(BaseWorkers):
         """Close this object's descriptors in a forked child, where they would keep pipes open."""
         for worker in self.workers:
             worker.close_descriptors()
-        for fd in self._starting:
-            os.close(fd)
-        self.workers, self.processes, self._starting = [], [], ()
+        self.workers, self.processes = [], []
         self._wake.close()
         self.closed = True
         self.closed_because = "its workers belong to the process that this one was forked from"

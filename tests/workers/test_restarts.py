@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from loading import Numbered
+from setup_datasets import Opens, calls
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied, WorkerTimeout
@@ -440,3 +442,32 @@ def test_a_process_forked_while_a_worker_is_replaced_closes_no_others_descriptor
             sys.settrace(before)
             sys.unraisablehook = hook
     assert lines > 6
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_processes_that_another_thread_forks_keep_no_worker_from_its_end(tmp_path: Path) -> None:
+    """A worker ends when its pipe is closed, of which a process that is forked at any moment holds no end."""
+    children: list[int] = []
+    ended = threading.Event()
+
+    def fork_often() -> None:
+        while not ended.is_set() and len(children) < 400:
+            pid = os.fork()
+            if pid == 0:
+                signal.pause()
+            children.append(pid)
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor(1) as pool:
+        forking = pool.submit(fork_often)
+        try:
+            for _ in range(6):
+                list(DataLoader(Opens(tmp_path), batch_size=4, num_workers=2, multiprocessing_context="fork"))
+        finally:
+            ended.set()
+            forking.result()
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+    assert len(calls(tmp_path, "teardown")) == 12
+    assert len(children) > 6
