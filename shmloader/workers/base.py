@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from shmloader.memory.mapping import libc
@@ -77,45 +76,13 @@ def name_worker(worker_id: int, dataset: Any = None) -> None:
 live: weakref.WeakSet[BaseWorkers] = weakref.WeakSet()
 """Workers that were started and not closed yet."""
 
-# This process's ends of the pipes to all worker processes. While a child held one, that worker would not see
-# this process close the pipe. So no thread forks between what is done to an end and its note here.
-_own_ends: set[int] = set()
-_forks_wait = threading.RLock()
-
-
-def open_pipes(ends: list[int]) -> None:
-    """Open the pipe of requests to a worker, then that of its answers, each with the read end first.
-
-    ``ends`` gets them as they come: the second and the third are this process's.
-    """
-    with _forks_wait:
-        for own in (1, 2):
-            ends += os.pipe()
-            _own_ends.add(ends[own])
-
-
-def close_own_ends(fds: Iterable[int]) -> None:
-    """Close this process's ends of such pipes; -1 stands for one that is closed."""
-    with _forks_wait:
-        for fd in fds:
-            if fd >= 0:
-                _own_ends.discard(fd)
-                os.close(fd)
-
 
 def _leave_all_to_parent() -> None:
-    try:
-        for workers in list(live):
-            workers.leave_to_parent()
-        live.clear()
-        close_own_ends([*_own_ends])  # of workers that are being started or closed
-    finally:
-        _forks_wait.release()
+    for workers in list(live):
+        workers.leave_to_parent()
+    live.clear()
 
 
+# Any child process inherits the descriptors of all workers.
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(
-        before=_forks_wait.acquire,
-        after_in_parent=_forks_wait.release,
-        after_in_child=_leave_all_to_parent,
-    )
+    os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -1,4 +1,4 @@
-"""The start of worker processes: the fork server, one process, and its first line."""
+"""The start of worker processes: the fork server, the pipes, one process, and its first line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -172,3 +173,42 @@ def check_descriptors() -> None:
     finally:
         for fd in spare:
             os.close(fd)
+
+
+# This process's ends of the pipes to all worker processes. While a child held one, that worker would not see
+# this process close the pipe. So no thread forks between what is done to an end and its note here.
+_own_ends: set[int] = set()
+_forks_wait = threading.RLock()
+
+
+def open_pipes(ends: list[int]) -> None:
+    """Open the pipe of requests to a worker, then that of its answers, each with the read end first.
+
+    ``ends`` gets them as they come: the second and the third are this process's.
+    """
+    with _forks_wait:
+        for own in (1, 2):
+            ends += os.pipe()
+            _own_ends.add(ends[own])
+
+
+def close_own_ends(fds: Iterable[int]) -> None:
+    """Close this process's ends of such pipes; -1 stands for one that is closed."""
+    with _forks_wait:
+        for fd in fds:
+            if fd >= 0:
+                _own_ends.discard(fd)
+                os.close(fd)
+
+
+def _leave_ends_to_parent() -> None:
+    close_own_ends([*_own_ends])  # of workers that are being started or closed: others are closed already
+    _forks_wait.release()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_forks_wait.acquire,
+        after_in_parent=_forks_wait.release,
+        after_in_child=_leave_ends_to_parent,
+    )

@@ -20,9 +20,16 @@ from shmloader.memory import Descriptor
 from shmloader.memory.limits import oom_kills
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
-from shmloader.workers.base import BaseWorkers, MakeArguments, close_own_ends, live, open_pipes
+from shmloader.workers.base import BaseWorkers, MakeArguments, live
 from shmloader.workers.deaths import error_of, explain_kill
-from shmloader.workers.launch import begin_fork_server, check_descriptors, sigterm_grace_s, start_process
+from shmloader.workers.launch import (
+    begin_fork_server,
+    check_descriptors,
+    close_own_ends,
+    open_pipes,
+    sigterm_grace_s,
+    start_process,
+)
 from shmloader.workers.spawn_payload import SpawnPayload
 
 if sys.platform != "win32":  # here: once the last descriptor is taken, nothing can be imported

@@ -94,7 +94,14 @@ class SpawnPayload:
                 except Exception as error:
                     raise error from None  # the first one may be about a lambda, which is no longer refused
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
+            code = error.errno if isinstance(error, OSError) else None
+            if code in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):  # torch's words
+                error.add_note(
+                    "Each tensor of the dataset takes a descriptor while workers start: raise the limit "
+                    "(ulimit -n), call torch.multiprocessing.set_sharing_strategy('file_system'), share the "
+                    "dataset (share_dataset=True), or use multiprocessing_context='fork'."
+                )
+            elif code in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
                 error.add_note(
                     "The pickle for the workers is written to a file without a name, as large as the pickle: "
                     "lift the limit on the size of files (ulimit -f), free memory, or use "
@@ -112,8 +119,6 @@ class SpawnPayload:
 
     def _name_refused(self, arguments: WorkerArguments, kind: Any) -> str:
         """A sentence on the part of the arguments that cannot be pickled."""
-        from shmloader.workers.unpicklable import describe_refused
-
         nowhere = SimpleNamespace(write=len)
 
         def dump(value: Any) -> None:
@@ -121,6 +126,8 @@ class SpawnPayload:
 
         told = ""
         with contextlib.suppress(Exception):  # looking runs the program's own methods once more
+            from shmloader.workers.unpicklable import describe_refused
+
             told = describe_refused(arguments, dump, by_value=kind is not reduction.ForkingPickler)
         return told or "Use classes and functions defined at the top of a module (no lambdas)."
 
