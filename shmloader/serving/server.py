@@ -302,8 +302,8 @@ class Server:
         for connection in self._connections.values():
             connection.send(bytes([records.CLOSED]) + why.encode())
             connection.end.close()
+        self._source.close()  # before leases end: a place that is free gives its memory back
         self._connections.clear()
-        self._source.close()
 
 
 def serve(

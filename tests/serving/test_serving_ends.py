@@ -80,6 +80,25 @@ def test_a_server_that_is_told_to_end_says_so(number: signal.Signals, error: typ
             list(batches)
 
 
+def test_what_one_holds_that_was_let_go_outlives_a_server_that_is_told_to_end() -> None:
+    make = functools.partial(numbers, dataset=Numbers(400))
+    with served(make, fails=True, window=3, policy="drop") as (name, process):
+        slow, fast = shmloader.attach(name), shmloader.attach(name, join="now")
+        slow_batches, fast_batches = iter(slow), iter(fast)
+        next(slow_batches)
+        kept = next(slow_batches)
+        right = plain(kept)
+        for _ in range(50):
+            next(fast_batches)
+        with pytest.raises(shmloader.LoaderClosed, match="behind the fastest reader"):
+            list(slow_batches)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(WAIT_S)
+        assert plain(kept) == right
+        slow.close()
+        fast.close()
+
+
 def read_and_hold(name: str, ready: Any) -> None:
     batches = iter(shmloader.attach(name))
     held = [next(batches) for _ in range(6)]
