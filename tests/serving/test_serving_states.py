@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from serving_programs import Numbers, Raising, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
@@ -46,6 +48,58 @@ def test_exceptions_are_no_batches_that_a_state_counts(workers: int) -> None:
                 states.append(reader.state_dict())
                 assert states[-1] == own.state_dict()
         assert [reader.state_dict(taken=taken)["batches"] for taken in range(1, 6)] == [1, 3, 4, 5, 6]
+
+
+class Moved:
+    """A batch that cannot be moved at the first attempt, as where the device has no memory."""
+
+    attempts: ClassVar = itertools.count()
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.indices = [sample["index"] for sample in samples]
+
+    def to(self, device: Any) -> Moved:
+        if not next(self.attempts) % 2:
+            raise torch.OutOfMemoryError("no memory on the device")
+        return self
+
+
+def test_a_batch_that_could_not_be_moved_is_tried_again() -> None:
+    make = functools.partial(numbers, collate_fn=Moved, shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name, device="cpu") as reader:
+        batches, got = iter(reader), list[int]()
+        for number in range(16):
+            with pytest.raises(torch.OutOfMemoryError):
+                next(batches)
+            assert reader.state_dict()["batches"] == number
+            got += next(batches).indices
+            assert reader.state_dict()["batches"] == number + 1
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert got == list(range(64))
+
+
+def refuse() -> None:
+    raise ValueError("cannot be read here")
+
+
+class Unreadable:
+    """An object that can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def test_a_batch_that_cannot_be_read_is_where_a_state_begins_until_the_next_one() -> None:
+    make = functools.partial(numbers, 0, [1, Unreadable(), 3], collate_fn=list, batch_size=1, shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as reader:
+        batches = iter(reader)
+        next(batches)
+        with pytest.raises(ValueError, match="cannot be read here"):
+            next(batches)
+        assert reader.state_dict()["batches"] == 1
+        assert next(batches) == [3]
+        assert reader.state_dict()["batches"] == 3
 
 
 def test_a_run_goes_on_from_a_readers_state() -> None:
