@@ -103,9 +103,11 @@ class AttachedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the serving loader's next epoch continue from a state. Readers have to load the same one.
 
+        It waits until all readers have left the epoch that is running.
+
         Raises:
-            ResumeError: If it does not fit the loader, an epoch is running, or another reader has loaded
-                another one.
+            ResumeError: If it does not fit the loader, this reader is in an epoch, or another one has loaded
+                another state.
         """
         with self._lock:
             self._link.load(json.dumps(dict(state_dict)).encode())

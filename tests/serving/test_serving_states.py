@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from serving_programs import Numbers, Raising, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
+from shmloader.serving import records
 
 
 def batches_of(loader: Any) -> list[Any]:
@@ -143,6 +145,29 @@ def test_readers_load_the_same_state() -> None:
             other.load_state_dict(other_state)
         both = list(zip(one, other, strict=True))
         assert len(both) == 16
+
+
+def test_a_state_is_loaded_once_all_readers_have_left_the_epoch() -> None:
+    """Ranks in step that go back do not break off at the same moment."""
+    expected = batches_of(numbers(seed_per_sample=True))
+    with (
+        served_by_thread(numbers(seed_per_sample=True), readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        batches, others = iter(one), iter(other)
+        for _ in range(2):
+            next(batches), next(others)
+        state = one.state_dict()
+        next(batches), next(others)
+        del batches
+        request = one._link._request(records.LOAD, 0, json.dumps(state).encode())
+        other.state_dict()  # the server has heard it
+        del others
+        one._link._answer_to(request)
+        other.load_state_dict(state)
+        both = [[plain(batch) for batch in pair] for pair in zip(one, other, strict=True)]
+        assert both == [[batch] * 2 for batch in expected[2:]]
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
