@@ -103,10 +103,13 @@ class Server:
             connection = self._connections.get(fd)
             if connection is None:
                 self._accept()
-            elif not event & select.POLLIN:
-                self._end(connection)
-            else:
+            elif event & select.POLLIN:
                 self._receive(connection)
+            elif event == select.POLLOUT:  # it has read, so it can be told that it was let go
+                connection.send()
+                self._poller.modify(connection.end, 0)
+            else:
+                self._end(connection)
 
     def _accept(self) -> None:
         try:
@@ -165,8 +168,11 @@ class Server:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
         self._roster.remove(connection)
-        connection.send(bytes([records.CLOSED]) + why.encode())
-        self._poller.modify(connection.end, 0)  # nothing but its end is reported any more
+        connection.end.shutdown(socket.SHUT_RD)  # else a request could wait for ever: nobody takes it
+        if connection.send(closed := bytes([records.CLOSED]) + why.encode()):
+            connection.unsent.append(closed)
+        # Nothing but its end is reported any more, once it is told.
+        self._poller.modify(connection.end, select.POLLOUT if connection.unsent else 0)
 
     def _end(self, connection: Connection) -> None:
         """A connection has ended: nothing reads what its reader held."""
@@ -221,9 +227,7 @@ class Server:
     def _load(self, connection: Connection, request: Request) -> None:
         def load() -> None:
             if self._roster.running:
-                raise ResumeError(
-                    "a state is loaded between epochs, and this process is in one: break off first"
-                )
+                raise ResumeError("a state is loaded between epochs, and this process is in one: leave it")
             if self._loaded not in (None, request.text):
                 raise ResumeError("another reader has loaded another state for the next epoch")
             self._source.load(json.loads(request.text))
@@ -289,7 +293,7 @@ class Server:
         Returns whether one was let go, so that the others may go on.
         """
         before = len(self._roster)
-        for connection in list(self._connections.values()):
+        for connection in list(self._roster):
             if connection.unsent:
                 self._send(connection)
         return len(self._roster) < before

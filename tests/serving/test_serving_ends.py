@@ -506,6 +506,29 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
             assert len(list(reader)) > 8
 
 
+def test_one_that_was_let_go_may_ask_as_often_as_it_likes() -> None:
+    """Nobody takes its requests any more."""
+    with (
+        served_by_thread(numbers(dataset=Numbers(400)), epochs=1, window=3, policy="drop") as name,
+        shmloader.attach(name) as slow,
+        shmloader.attach(name, join="now") as fast,
+    ):
+        batches, others = iter(slow), iter(fast)
+        next(batches)
+        assert len(list(others)) > 90
+        for _ in range(1000):
+            with pytest.raises(shmloader.LoaderClosed, match="behind the fastest reader"):
+                slow.state_dict()
+
+
+def test_one_that_reads_nothing_is_told_so_once_it_reads() -> None:
+    with served_by_thread(numbers(0), readers=1) as name, shmloader.attach(name) as reader:
+        for _ in range(2000):
+            batches = iter(reader)
+        with pytest.raises(shmloader.LoaderClosed, match="does not read what it is sent"):
+            next(batches)
+
+
 def test_a_descriptor_is_sent_without_waiting_and_not_inherited() -> None:
     """Else a reader that reads nothing would hold up all others."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
