@@ -99,5 +99,5 @@ class Consumer(End):
         return True
 
     def give_up(self) -> None:
-        """Give up all slots but those that are kept."""
-        self._table.close()
+        """Give up all slots but those that are kept, and the one that the producer has open."""
+        self._table.close(self._roles.give_up())

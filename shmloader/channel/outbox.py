@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shmloader.channel.roles import Roles
 from shmloader.codec import Encoded, Encoder
 from shmloader.codec.layout import NO_LEAVES
 from shmloader.codec.slot_allocator import SlotAllocator
@@ -30,9 +31,9 @@ class Outbox(SlotAllocator):
     Up to ``inline_nbytes`` an object lies in its record: what the encoder allocates while no slot is open.
     """
 
-    def __init__(self, segment: Segment, inline_nbytes: int) -> None:
+    def __init__(self, segment: Segment, inline_nbytes: int, roles: Roles) -> None:
         super().__init__(segment)
-        self._memory = segment
+        self._memory, self._roles = segment, roles
         self._encoder = Encoder(self)
         self._record = np.empty(inline_nbytes, np.uint8)
         self._slots: list[Grant] = []  # granted, the newest last: its pages are the warmest
@@ -52,7 +53,9 @@ class Outbox(SlotAllocator):
         if self._open is None or not self._given:
             nbytes = torch.empty(size, dtype=dtype, device="meta").nbytes  # refuses what torch refuses
             self._give_up()
-            self._open_slot(nbytes, of_unknown_size=True)
+            if self._open_slot(nbytes, of_unknown_size=True):
+                self._give_up()
+                return torch.empty(size, dtype=dtype, device="cpu")
         offset, tensor = self.cursor, self.tensor(size, dtype)
         if tensor is None:
             return torch.empty(size, dtype=dtype, device="cpu")
@@ -111,12 +114,18 @@ class Outbox(SlotAllocator):
         return pack_in_slot(slot.seq, self.nbytes, begin, end)
 
     def close(self) -> None:
-        """Unmap all slots, but for those of which views are left."""
+        """Unmap all slots; views that are left move to private memory."""
+        slot = self._open
         self._give_up()
+        if slot is not None:  # the consumer has left it to this process
+            self._memory.discard(slot.slot, self.limit_nbytes)
         super().close()
 
-    def _open_slot(self, nbytes: int, *, of_unknown_size: bool = False) -> None:
-        """Open the newest slot that may have so many bytes; at least so many are reserved for it."""
+    def _open_slot(self, nbytes: int, *, of_unknown_size: bool = False) -> bool:
+        """Open the newest slot that may have so many bytes; at least so many are reserved for it.
+
+        Returns whether the consumer has closed the queue, and may be giving up this slot.
+        """
         if not self._slots:
             raise NoSlot
         fitting = [place for place, slot in enumerate(self._slots) if slot.limit_nbytes >= nbytes]
@@ -130,18 +139,21 @@ class Outbox(SlotAllocator):
                 available_nbytes=most_nbytes,
             )
         slot = self._slots[fitting[-1]]
+        is_given_up = self._roles.set_open(slot.slot)
         wanted = max(nbytes, 1, min(slot.hint_nbytes, slot.limit_nbytes) if of_unknown_size else 0)
         if wanted > slot.nbytes:
             slot = slot._replace(nbytes=self._memory.reserve(slot.slot, slot.nbytes, wanted))
             self._slots[fitting[-1]] = slot
         self.begin(slot.slot, slot.nbytes, slot.limit_nbytes)
         self._open = slot
+        return is_given_up
 
     def _give_up(self) -> None:
         if self._open is not None:
             self.release()
             self._given.clear()
             self._open = None
+            self._roles.set_open()
 
     # --- what the encoder asks, while no slot is open too
 

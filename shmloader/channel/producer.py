@@ -28,7 +28,7 @@ class Producer(End):
     def __init__(self, parts: Parts, started: list[object]) -> None:
         super().__init__(parts, started)
         self._room = 0  # objects that may be put before the next grant
-        self._outbox = Outbox(parts.segment.duplicate(), parts.inline_nbytes)
+        self._outbox = Outbox(parts.segment.duplicate(), parts.inline_nbytes, parts.roles)
 
     def put(self, obj: object, deadline: float | None) -> None:
         """Put an object, once there is room for it. The caller has entered; see `Queue.put`."""

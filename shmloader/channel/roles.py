@@ -25,6 +25,7 @@ from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
 from shmloader.memory.segment import OwnDescriptor
 
 _RECORD = struct.Struct("<B3xIQ48s")
+_OPEN, _GIVEN_UP = 3, 4  # words of the first page, behind the counts: see `set_open`
 _CODE_S = 1.0  # how long the fork server may take to tell the exit code of a process that has ended
 
 
@@ -145,6 +146,19 @@ class Roles:
     def waiting(self) -> int:
         """Objects that were put and not got yet; about, while another process puts or gets."""
         return max(0, self._counts[Role.PRODUCER] - self._counts[Role.CONSUMER])
+
+    def set_open(self, slot: int = -1) -> bool:
+        """Note which slot the producer has open, if any; returns whether the consumer has given up others.
+
+        Each side writes its own word before it reads the other's, so one of them sees both.
+        """
+        self._counts[_OPEN] = slot + 1
+        return bool(self._counts[_GIVEN_UP])
+
+    def give_up(self) -> int:
+        """Note that the consumer gives up all slots but the one that the producer has open; returns that."""
+        self._counts[_GIVEN_UP] = 1
+        return self._counts[_OPEN] - 1
 
     def claim(self, role: Role) -> Party:
         """Take a role for this process, if none has it; returns the process that has it."""

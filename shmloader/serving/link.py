@@ -18,6 +18,7 @@ from shmloader.interrupts import HeldInterrupts
 from shmloader.serving import meeting, records
 from shmloader.serving.mapped import MappedSlots
 from shmloader.serving.records import ANSWER, RAISES, Stored
+from shmloader.slots import ByteArray
 
 
 class Link:
@@ -45,6 +46,7 @@ class Link:
         self._told = 0  # up to which batch the server knows that this process wants them
         self._batches: deque[Stored] = deque()  # of the epoch, in order
         self._is_over = False  # whether the epoch has no more
+        self._why_not: tuple[ByteArray, bytes] | None = None  # the epoch cannot begin: the answer, held
         self._answers: dict[int, Stored] = {}  # to requests
         self._closed: Exception | None = None
 
@@ -78,7 +80,8 @@ class Link:
         """Wait until the epoch begins; returns how many of its batches were before. Raises why it cannot."""
         while self._epoch_here != self._epoch:
             if self._epoch in self._answers:
-                self.read(self._answers[self._epoch])
+                self._why_not = self._why_not or self.slots.lease(self._answers[self._epoch])
+                raise restore(self._decoder.decode(*self._why_not))
             self._receive()
         return self._before
 
@@ -171,7 +174,7 @@ class Link:
 
     def _forget_epoch(self) -> None:
         """Forget what came of the epoch, what will come, and answers that nobody has waited for."""
-        self._epoch, self._is_over = 0, False
+        self._epoch, self._is_over, self._why_not = 0, False, None
         self.slots.drop_last()
         for answer in self._answers.values():
             self.slots.pass_over(answer)

@@ -63,14 +63,15 @@ class MappedSlots:
         process has no address space; then it is as it was.
         """
         flags, seq, _, slot, nbytes, begin, end = stored
+        last = self._last
+        if last is not None and last[0] == seq:  # its slot may be another thing's, if it was copied
+            return last[1], last[1][begin:end].tobytes()
         slots = self._own if flags & IN_OWN else self._batches
         assert slots is not None
         extent = slots.extents.get(slot)
         if extent is None or extent.nbytes != nbytes:
             extent = slots.extents[slot] = slots.segment.map(slot, nbytes, private=True)
-        header, last = bytes(extent.view[begin:end]), self._last
-        if last is not None and last[0] == seq:
-            return last[1], header
+        header = bytes(extent.view[begin:end])
         if flags & COPY:
             anchor = np.empty(end, _UINT8)
             anchor[:] = np.frombuffer(extent.buffer, np.uint8)[:end]

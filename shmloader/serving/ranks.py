@@ -74,8 +74,9 @@ class HostLoading(Loading):
             loader = self.loader()
             settings = Settings.of(loader)
             about = meeting.introduction(None) | {"join": "next", "loader": _description(settings)}
-            name, (rank, ranks) = _name(), local_rank_and_ranks()
-            link = _attach(name, about) if rank else _start_and_attach(loader, name, ranks, about)
+            number, (rank, ranks) = next(_opened), local_rank_and_ranks()
+            name = _name(number)
+            link = _attach(name, about) if rank else _start_and_attach(loader, name, ranks, about, number)
             self._sampler_epoch = _epoch_of_sampler(settings)
             self._reader = AttachedLoader(link, pin_memory=loader.pin_memory, device=settings.device)
         return self._reader
@@ -126,8 +127,8 @@ class HostLoading(Loading):
             reader.close()
 
 
-def _name() -> str:
-    """The name of the loader that the ranks of this run begin to read now."""
+def _name(number: int) -> str:
+    """The name of the loader that the ranks of this run begin to read now, by its number."""
     try:
         job = job_of_process("")
     except LoaderError as error:
@@ -135,7 +136,7 @@ def _name() -> str:
             "shared_by='host' needs a launcher that tells runs apart, such as torchrun or srun. Use "
             "shmloader.serve and shmloader.attach, with a name of your own"
         ) from error
-    key = json.dumps([job, os.environ.get("TORCHELASTIC_RESTART_COUNT"), next(_opened)])
+    key = json.dumps([job, os.environ.get("TORCHELASTIC_RESTART_COUNT"), number])
     return f"ranks-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
@@ -175,13 +176,13 @@ def _epoch_of_sampler(settings: Settings) -> int | None:
 # --- the process that serves
 
 
-def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> Link:
+def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any], number: int) -> Link:
     """Fork the process that serves a copy of a loader, and attach to it. It ends with this rank."""
     served = copy.copy(loader)
     vars(served).update(shared_by=None, pin_memory=False)
     vars(served).pop("device", None)
     set_device(served, None)
-    arguments = served, name, ranks, about, os.getpid()
+    arguments = served, name, ranks, about, os.getpid(), number
     context = multiprocessing.get_context("fork")  # with copies of this rank's generators
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
     with HeldInterrupts():
@@ -199,10 +200,11 @@ def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any])
         raise
 
 
-def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int) -> None:
+def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int, number: int) -> None:
     """Serve until all ranks have left, or local rank 0 has ended."""
     parent_watch.begin(main_pid)
     torch.set_num_threads(1)  # a forked process with more hangs where its parent has computed with them
+    torch.empty(number, dtype=torch.int64).random_()  # the rank draws none, and would begin each one alike
     run_server(loader, name, Roster(ranks, WINDOW, "wait"), about)
 
 

@@ -103,9 +103,11 @@ class AttachedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the serving loader's next epoch continue from a state. Readers have to load the same one.
 
+        It waits until all readers have left the epoch that is running.
+
         Raises:
-            ResumeError: If it does not fit the loader, an epoch is running, or another reader has loaded
-                another one.
+            ResumeError: If it does not fit the loader, this reader is in an epoch, or another one has loaded
+                another state.
         """
         with self._lock:
             self._link.load(json.dumps(dict(state_dict)).encode())
@@ -172,7 +174,8 @@ class AttachedIterator:
         if self._first < 0 or self._ended is not None:
             return -1
         if taken is None:
-            return self._first + self._taken - len(self._made)
+            failed = self._raised[-1:] == [self._taken]  # what it came in place of is not passed over yet
+            return self._first + self._taken - failed - len(self._made)
         for raised in self._raised:
             taken += raised <= taken
         return self._first + taken
@@ -205,14 +208,15 @@ class AttachedIterator:
             link.leave()
             raise StopIteration
         try:
-            self._made[thread] = self._loader.deliver(link.read(stored), waited_ns)
-            self._taken += 1  # without a call between
+            batch = link.read(stored)
         except Exception as error:  # what came in the batch's place
             can_be_tried_again = isinstance(error, MemoryError) and not stored.flags & records.RAISES
             if not can_be_tried_again:
                 self._taken += 1
                 self._raised.append(self._taken)
             raise
+        self._made[thread] = self._loader.deliver(batch, waited_ns)  # an error may pass: it is tried again
+        self._taken += 1  # without a call between
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

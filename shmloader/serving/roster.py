@@ -41,8 +41,8 @@ class Roster(Generic[AnyReader]):
     Args:
         readers: Number of readers that the first epoch waits for, and the most there may be; None for any.
         window: Most batches that a reader may be behind the fastest one.
-        policy: What happens to a reader that is so far behind while the fastest waits: ``"wait"`` for it, or
-            ``"drop"`` it.
+        policy: What happens to a reader that is so far behind while the fastest waits for a batch: ``"wait"``
+            for it, or ``"drop"`` it.
 
     Attributes:
         epoch: The epoch that is running, or was the last.
@@ -114,9 +114,7 @@ class Roster(Generic[AnyReader]):
             return False
         if self.readers is not None and self.epoch < 0:
             return len(self.waiting) == len(self)
-        return self.policy == "drop" or all(
-            self.epochs[reader] < 0 or reader in self.waiting for reader in self
-        )
+        return all(self.epochs[reader] < 0 or reader in self.waiting for reader in self)
 
     def begin_epoch(self) -> None:
         """Begin it, with all that wait for it."""

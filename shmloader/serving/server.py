@@ -22,7 +22,7 @@ from shmloader.indices.samplers import length_of
 from shmloader.memory.mapping import check_memory
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
-from shmloader.serving.records import Stored
+from shmloader.serving.records import Request, Stored
 from shmloader.serving.roster import Policy, Roster
 from shmloader.serving.source import Item, Source
 from shmloader.slots import RETAINED_SLOTS
@@ -56,6 +56,7 @@ class Server:
         # Which of the epoch's things were exceptions in place of a batch: the loader's states count none.
         self._raised: list[int] = []
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
+        self._loads: dict[Connection, Request] = {}  # of readers that have left the epoch before others
 
     def run(self, epochs: int | None) -> None:
         """Serve until all is over, see `serve`."""
@@ -69,6 +70,11 @@ class Server:
         roster = self._roster
         if roster.batch_is_due():
             self._make_batch()
+        elif roster.running and not roster.active:
+            roster.end_epoch()
+            self._source.leave()
+        elif self._loads and not roster.running:
+            self._load(*self._loads.popitem())
         elif roster.epoch_is_due():
             self._begin_epoch(epochs)
         elif slow := roster.too_slow():
@@ -79,9 +85,6 @@ class Server:
                     f"reader of {self._name!r}, and was let go: no more are kept for it (policy='drop', "
                     "window)",
                 )
-        elif roster.running and not roster.active:
-            roster.end_epoch()
-            self._source.leave()
         else:
             return False
         return True
@@ -100,10 +103,13 @@ class Server:
             connection = self._connections.get(fd)
             if connection is None:
                 self._accept()
-            elif not event & select.POLLIN:
-                self._end(connection)
-            else:
+            elif event & select.POLLIN:
                 self._receive(connection)
+            elif event == select.POLLOUT:  # it has read, so it can be told that it was let go
+                connection.send()
+                self._poller.modify(connection.end, 0)
+            else:
+                self._end(connection)
 
     def _accept(self) -> None:
         try:
@@ -162,14 +168,18 @@ class Server:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
         self._roster.remove(connection)
-        connection.send(bytes([records.CLOSED]) + why.encode())
-        self._poller.modify(connection.end, 0)  # nothing but its end is reported any more
+        connection.end.shutdown(socket.SHUT_RD)  # else a request could wait for ever: nobody takes it
+        if connection.send(closed := bytes([records.CLOSED]) + why.encode()):
+            connection.unsent.append(closed)
+        # Nothing but its end is reported any more, once it is told.
+        self._poller.modify(connection.end, select.POLLOUT if connection.unsent else 0)
 
     def _end(self, connection: Connection) -> None:
         """A connection has ended: nothing reads what its reader held."""
         self._poller.unregister(connection.end)
         del self._connections[connection.end.fileno()]
         connection.end.close()
+        self._loads.pop(connection, None)
         self._roster.remove(connection)
         connection.let_all_go()
 
@@ -184,14 +194,17 @@ class Server:
                 raise ValueError(f"it asks for batch {value} in an epoch of {self._roster.made} so far")
         elif kind == records.ASK:
             connection.note_request(request.number)
+            self._loads.pop(connection, None)  # it was interrupted while it waited for that
             if self._roster.ask(connection, None if value < 0 else value):
                 self._tell_of_epoch(connection)
         elif kind == records.LEAVE:
             self._roster.leave(connection)
         elif kind == records.STATE:
             self._reply(connection, request.number, lambda: self._state(connection, value))
+        elif self._roster.running and connection not in self._roster.active:
+            self._loads[connection] = request  # until the others have left the epoch, too
         else:
-            self._reply(connection, request.number, lambda: self._load(request.text))
+            self._load(connection, request)
 
     def _reply(self, connection: Connection, number: int, make: Callable[[], Any]) -> None:
         """Send a reader what a function returns or raises."""
@@ -211,13 +224,16 @@ class Server:
             )
         return self._source.state(None if taken < 0 else taken - bisect.bisect(self._raised, taken))
 
-    def _load(self, packed: bytes) -> None:
-        if self._roster.running:
-            raise ResumeError("a state is loaded between epochs, and readers are in one")
-        if self._loaded not in (None, packed):
-            raise ResumeError("another reader has loaded another state for the next epoch")
-        self._source.load(json.loads(packed))
-        self._loaded = packed
+    def _load(self, connection: Connection, request: Request) -> None:
+        def load() -> None:
+            if self._roster.running:
+                raise ResumeError("a state is loaded between epochs, and this process is in one: leave it")
+            if self._loaded not in (None, request.text):
+                raise ResumeError("another reader has loaded another state for the next epoch")
+            self._source.load(json.loads(request.text))
+            self._loaded = request.text
+
+        self._reply(connection, request.number, load)
 
     # --- epochs and batches
 
@@ -277,7 +293,7 @@ class Server:
         Returns whether one was let go, so that the others may go on.
         """
         before = len(self._roster)
-        for connection in list(self._connections.values()):
+        for connection in list(self._roster):
             if connection.unsent:
                 self._send(connection)
         return len(self._roster) < before
@@ -302,8 +318,8 @@ class Server:
         for connection in self._connections.values():
             connection.send(bytes([records.CLOSED]) + why.encode())
             connection.end.close()
+        self._source.close()  # before leases end: a place that is free gives its memory back
         self._connections.clear()
-        self._source.close()
 
 
 def serve(

@@ -360,11 +360,12 @@ class PlaceTable(SlotMemory):
         self.window = self.budget.most_tasks
         self._discard_cold()
 
-    def close(self) -> None:
+    def close(self, open_slot: int = -1) -> None:
         """Drop the segment; what is leased lives on until its last view dies.
 
-        The workers must have ended, but for ``workers_outlive``. Memory that is not leased is returned to the
-        host at once, even if a process that the user's program forked still maps it.
+        The workers must have ended, but for ``workers_outlive``, or for one that still has ``open_slot``.
+        Memory that is not leased is returned to the host at once, even if a process that the user's program
+        forked still maps it.
         """
         if self._closed:
             return
@@ -374,7 +375,8 @@ class PlaceTable(SlotMemory):
         for place in self.places:
             self._unmap(place)
             if place.state not in (LEASED, GUARDED):
-                if place.limit_nbytes and not (place.state is MAKING and self._workers_outlive):
+                is_left = self._workers_outlive or place.number == open_slot
+                if place.limit_nbytes and not (place.state is MAKING and is_left):
                     # A worker that has ended may have grown its slot up to the limit without reporting it.
                     self.segment.discard(place.number, place.limit_nbytes)
                 place.resize(0, place.limit_nbytes)

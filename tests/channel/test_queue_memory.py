@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import queue
 import warnings
 from typing import Any
 
@@ -77,6 +80,47 @@ def test_memory_of_large_objects_is_given_back() -> None:
     table = consumer._table
     assert sum(place.nbytes for place in table.places) < 8 * MIB
     one.close()
+
+
+def test_what_is_filled_stays_where_the_queue_is_closed_and_only_what_is_kept_takes_memory() -> None:
+    one = Queue(4)
+    slots = os.dup(one._parts.segment.fileno())
+    with pytest.raises(queue.Empty):
+        one.get_nowait()  # so the consumer's end is closed first
+    for number in range(3):
+        one.put(torch.full((MIB,), number, dtype=torch.uint8))
+    kept = one.get()
+    one.get()
+    given = one.new_empty(MIB, torch.uint8).fill_(7)
+    one.close()
+    assert (given == 7).all()
+    assert (kept == 0).all()
+    assert os.fstat(slots).st_blocks * 512 < 2 * MIB
+    os.close(slots)
+
+
+def test_what_is_filled_stays_where_another_process_closes_and_the_next_is_private() -> None:
+    one = Queue(4)
+    slots = os.dup(one._parts.segment.fileno())
+
+    def consumes() -> None:
+        one.get()
+        one.close()
+
+    one.put(torch.ones(MIB, dtype=torch.uint8))
+    one.put(torch.ones(MIB, dtype=torch.uint8))
+    given = one.new_empty(MIB, torch.uint8).fill_(7)
+    process = multiprocessing.get_context("fork").Process(target=consumes)
+    process.start()
+    process.join()
+    process.close()
+    assert (given == 7).all()
+    assert MIB <= os.fstat(slots).st_blocks * 512 < 2 * MIB
+    one.put(given)
+    later = one.new_empty(MIB, torch.uint8).fill_(8)
+    one.close()
+    assert (later == 8).all()
+    os.close(slots)
 
 
 def test_without_memory_for_views_that_are_left_nothing_is_given_away(

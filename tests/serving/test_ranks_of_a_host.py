@@ -119,6 +119,34 @@ def test_each_rank_gets_the_batches_of_one_program() -> None:
     assert one == [[plain(batch) for batch in alone], order, [plain(batch) for batch in alone], order]
 
 
+def made_anew(rank: int, seed: int | None) -> Any:
+    """The order of a loader, of the same after it was closed, and of another one."""
+    torch.manual_seed(0)
+
+    def make() -> Any:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return shmloader.DataLoader(Numbers(), 4, shuffle=True, generator=generator, shared_by="host")
+
+    loader = make()
+    orders = []
+    for one in (loader, loader, make()):
+        orders.append([index for batch in one for index in batch["index"].tolist()])
+        one.close()
+    return orders
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_orders_differ_where_a_loader_is_made_anew_unless_its_own_generator_says_else(
+    seed: int | None,
+) -> None:
+    one, other = outcomes(made_anew, seed)
+    assert one == other
+    assert len({tuple(order) for order in one}) == (3 if seed is None else 1)
+    torch.manual_seed(0)
+    alone = numbers(0, generator=None if seed is None else torch.Generator().manual_seed(seed))
+    assert one[0] == [index for batch in alone for index in batch["index"].tolist()]
+
+
 class Told(Numbers):
     """Says in its samples which epoch it was told."""
 

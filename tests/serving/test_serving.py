@@ -276,12 +276,33 @@ def test_a_slow_reader_holds_the_others_back_or_is_let_go() -> None:
             fast.close()
 
 
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+def test_an_epoch_begins_with_a_reader_that_has_batches_of_the_last_one_left(policy: str) -> None:
+    with (
+        served_by_thread(numbers(), readers=2, policy=policy, window=32) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        ahead, behind = iter(one), iter(other)
+        for _ in range(15):
+            next(ahead), next(behind)
+        assert len(list(ahead)) == 1
+        ahead = iter(one)
+        other.state_dict()  # the server has heard that the first one asks
+        assert len(list(behind)) == 1
+        behind = iter(other)
+        assert [plain(batch) for batch in behind] == [plain(batch) for batch in ahead]
+
+
 def test_only_as_many_epochs_are_served_as_were_asked_for() -> None:
     with served_by_thread(numbers(), epochs=1) as name, shmloader.attach(name) as reader:
         assert len(list(reader)) == len(reader)
         for _ in range(2):
-            with pytest.raises(shmloader.LoaderError, match="served for 1 epochs"):
-                list(reader)
+            batches = iter(reader)
+            for _ in range(2):
+                with pytest.raises(shmloader.LoaderError, match="served for 1 epochs"):
+                    next(batches)
+                assert reader.state_dict()["batches"] == 16
 
 
 class Timed(Numbers):

@@ -80,6 +80,25 @@ def test_a_server_that_is_told_to_end_says_so(number: signal.Signals, error: typ
             list(batches)
 
 
+def test_what_one_holds_that_was_let_go_outlives_a_server_that_is_told_to_end() -> None:
+    make = functools.partial(numbers, dataset=Numbers(400))
+    with served(make, fails=True, window=3, policy="drop") as (name, process):
+        slow, fast = shmloader.attach(name), shmloader.attach(name, join="now")
+        slow_batches, fast_batches = iter(slow), iter(fast)
+        next(slow_batches)
+        kept = next(slow_batches)
+        right = plain(kept)
+        for _ in range(50):
+            next(fast_batches)
+        with pytest.raises(shmloader.LoaderClosed, match="behind the fastest reader"):
+            list(slow_batches)
+        os.kill(process.pid, signal.SIGINT)
+        process.join(WAIT_S)
+        assert plain(kept) == right
+        slow.close()
+        fast.close()
+
+
 def read_and_hold(name: str, ready: Any) -> None:
     batches = iter(shmloader.attach(name))
     held = [next(batches) for _ in range(6)]
@@ -485,6 +504,29 @@ def test_a_reader_that_reads_nothing_holds_nobody_up_for_ever() -> None:
         silent.send(records.pack_request(records.ASK, -1, 1, []))
         with shmloader.attach(name, join="now") as reader:
             assert len(list(reader)) > 8
+
+
+def test_one_that_was_let_go_may_ask_as_often_as_it_likes() -> None:
+    """Nobody takes its requests any more."""
+    with (
+        served_by_thread(numbers(dataset=Numbers(400)), epochs=1, window=3, policy="drop") as name,
+        shmloader.attach(name) as slow,
+        shmloader.attach(name, join="now") as fast,
+    ):
+        batches, others = iter(slow), iter(fast)
+        next(batches)
+        assert len(list(others)) > 90
+        for _ in range(1000):
+            with pytest.raises(shmloader.LoaderClosed, match="behind the fastest reader"):
+                slow.state_dict()
+
+
+def test_one_that_reads_nothing_is_told_so_once_it_reads() -> None:
+    with served_by_thread(numbers(0), readers=1) as name, shmloader.attach(name) as reader:
+        for _ in range(2000):
+            batches = iter(reader)
+        with pytest.raises(shmloader.LoaderClosed, match="does not read what it is sent"):
+            next(batches)
 
 
 def test_a_descriptor_is_sent_without_waiting_and_not_inherited() -> None:

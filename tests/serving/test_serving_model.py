@@ -207,6 +207,8 @@ class World:
         roster = self.roster
         if roster.epoch_is_due():
             readers = list(roster.waiting)
+            if missing := [who for who in roster if roster.epochs[who] >= 0 and who not in readers]:
+                raise Broken(f"an epoch begins without {len(missing)} readers of the last one")
             roster.begin_epoch()
             for reader in readers:
                 self._client(reader).came.append((EPOCH, roster.epoch, 0))
@@ -324,6 +326,7 @@ SETTINGS = {
     "one is killed": Setting(batches=2, kills=1, keeps=0),
     "one leaves": Setting(batches=2, leaves=1, keeps=0),
     "a slow one is let go": Setting(batches=2, policy="drop", keeps=0),
+    "two epochs, and a slow one is let go": Setting(batches=1, epochs=2, policy="drop", keeps=0),
     "they come late": Setting(batches=2, late=True, keeps=0),
 }
 

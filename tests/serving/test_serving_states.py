@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+import json
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from serving_programs import Numbers, Raising, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
+from shmloader.serving import records
 
 
 def batches_of(loader: Any) -> list[Any]:
@@ -46,6 +50,60 @@ def test_exceptions_are_no_batches_that_a_state_counts(workers: int) -> None:
                 states.append(reader.state_dict())
                 assert states[-1] == own.state_dict()
         assert [reader.state_dict(taken=taken)["batches"] for taken in range(1, 6)] == [1, 3, 4, 5, 6]
+
+
+class Moved:
+    """A batch that cannot be moved at the first attempt, as where the device has no memory."""
+
+    attempts: ClassVar = itertools.count()
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.rows = torch.stack([sample["x"] for sample in samples])
+
+    def to(self, device: Any) -> Moved:
+        if not next(self.attempts) % 2:
+            raise torch.OutOfMemoryError("no memory on the device")
+        return self
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_could_not_be_moved_is_tried_again(workers: int) -> None:
+    make = functools.partial(numbers, workers, Numbers(200, 1), collate_fn=Moved, shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name, device="cpu") as reader:
+        batches, got = iter(reader), list[Any]()
+        for number in range(50):
+            with pytest.raises(torch.OutOfMemoryError):
+                next(batches)
+            assert reader.state_dict()["batches"] == number
+            got.append(next(batches).rows)
+            assert reader.state_dict()["batches"] == number + 1
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert torch.cat(got)[:, 0].tolist() == list(range(200))
+        assert reader.statistics().copies > 0
+
+
+def refuse() -> None:
+    raise ValueError("cannot be read here")
+
+
+class Unreadable:
+    """An object that can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def test_a_batch_that_cannot_be_read_is_where_a_state_begins_until_the_next_one() -> None:
+    make = functools.partial(numbers, 0, [1, Unreadable(), 3], collate_fn=list, batch_size=1, shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name) as reader:
+        batches = iter(reader)
+        next(batches)
+        with pytest.raises(ValueError, match="cannot be read here"):
+            next(batches)
+        assert reader.state_dict()["batches"] == 1
+        assert next(batches) == [3]
+        assert reader.state_dict()["batches"] == 3
 
 
 def test_a_run_goes_on_from_a_readers_state() -> None:
@@ -89,6 +147,29 @@ def test_readers_load_the_same_state() -> None:
             other.load_state_dict(other_state)
         both = list(zip(one, other, strict=True))
         assert len(both) == 16
+
+
+def test_a_state_is_loaded_once_all_readers_have_left_the_epoch() -> None:
+    """Ranks in step that go back do not break off at the same moment."""
+    expected = batches_of(numbers(seed_per_sample=True))
+    with (
+        served_by_thread(numbers(seed_per_sample=True), readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        batches, others = iter(one), iter(other)
+        for _ in range(2):
+            next(batches), next(others)
+        state = one.state_dict()
+        next(batches), next(others)
+        del batches
+        request = one._link._request(records.LOAD, 0, json.dumps(state).encode())
+        other.state_dict()  # the server has heard it
+        del others
+        one._link._answer_to(request)
+        other.load_state_dict(state)
+        both = [[plain(batch) for batch in pair] for pair in zip(one, other, strict=True)]
+        assert both == [[batch] * 2 for batch in expected[2:]]
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
