@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from shmloader import DataLoader, NotSharedWarning, share, unshare
 from shmloader.store import MappingStore, SetStore, Store
 from shmloader.store.attributes import share_for_loader
-from shmloader.store.handles import is_shared
+from shmloader.store.handles import is_shared, pack, unpack
 
 ROWS = 20_000
 
@@ -137,11 +137,30 @@ class Numbers(Dataset[Any]):
         return self.numbers[index]
 
 
-def test_what_is_written_to_an_array_over_a_shared_tensor_reaches_workers(start_method: str) -> None:
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "writable": lambda a: a,
+    "read-only": read_only,
+    "windows": lambda a: np.lib.stride_tricks.sliding_window_view(a, 8)[:, 0],
+    "broadcast": lambda a: np.broadcast_to(a, (2, a.size))[1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_written_to_an_array_over_a_shared_tensor_reaches_workers(
+    start_method: str, view: str
+) -> None:
     numbers = share(torch.zeros(1 << 18)).numpy()
     numbers[1] = 5
-    loader = DataLoader(Numbers(numbers), batch_size=4, num_workers=1, multiprocessing_context=start_method)
+    dataset = Numbers(VIEWS[view](numbers))
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=start_method)
     assert next(iter(loader)).tolist() == [0, 5, 0, 0]
+    packed, _ = pack(dataset.numbers)
+    assert unpack(packed, [])[:4].tolist() == [0, 5, 0, 0]
 
 
 class Progress(Weights):
