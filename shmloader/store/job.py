@@ -22,6 +22,7 @@ import psutil
 from shmloader.errors import LoaderError
 
 _RANK_VARIABLES = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_AT_IMPORT = dict(os.environ)
 _PLAIN = (str, bytes, int, float, bool, type(None), Path)
 
 
@@ -52,10 +53,12 @@ def job_of_process(name: str) -> list[str]:
 def _initial_environment() -> Mapping[str, str]:
     """The environment that this process was started with."""
     try:
-        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+        *entries, last = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return os.environ
-    return dict(entry.decode(errors="replace").split("=", 1) for entry in entries if b"=" in entry)
+        return _AT_IMPORT
+    if last or not all(b"=" in entry for entry in entries):  # setproctitle has written over it
+        return _AT_IMPORT
+    return dict(entry.decode(errors="replace").split("=", 1) for entry in entries)
 
 
 def _process(pid: int) -> str:

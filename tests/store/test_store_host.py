@@ -279,6 +279,24 @@ def test_lightnings_first_rank_has_the_run_of_those_that_it_starts() -> None:
     assert asked({}, STARTS, ASKS)[0] != first
 
 
+# As setproctitle does, unless SPT_NOENV is set: the title is written over the arguments and the environment.
+TITLED = (
+    "import ctypes, pathlib\n"
+    "begin, end = map(int, pathlib.Path('/proc/self/stat').read_text().rpartition(')')[2].split()[47:49])\n"
+    "def write_over(title):\n"
+    "    ctypes.memset(begin, 0, end - begin), ctypes.memmove(begin, title, len(title))\n"
+    "write_over(b'')\n"
+)
+
+
+def test_a_title_over_the_environment_makes_no_other_run() -> None:
+    environment, _ = LAUNCHED["torchrun"]
+    twice = f"{TITLED}{ASKS}; write_over(b'train --lr=0.1'); print(job_of_process('x'))"
+    assert asked(environment, twice) == [str(["torchrun", "none", "a", "1"])] * 2
+    first, second = asked({}, TITLED + STARTS, TITLED + ASKS)
+    assert first == f"{second} True"
+
+
 def test_a_rank_of_no_known_launcher_is_asked_for_its_run() -> None:
     shell = f'{sys.executable} -c "{ASKS}"; true'
     done = subprocess.run(
