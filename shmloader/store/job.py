@@ -25,7 +25,7 @@ import psutil
 
 from shmloader.errors import LoaderError
 
-_RANK_VARIABLES = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANK_VARIABLES = ("LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _AT_IMPORT = dict(os.environ)  # if the initial environment cannot be read
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), range, PurePath, dt.date, dt.timedelta)
 _VALUES = (*_PLAIN, enum.Enum, type, list, tuple, set, frozenset)
@@ -39,7 +39,9 @@ def job_of_process(name: str) -> list[str]:
     if "TORCHELASTIC_RUN_ID" in initial:
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         return ["torchrun", *(initial.get(name, "") for name in names)]
-    if "SLURM_JOB_ID" in initial and initial.get("SLURM_STEP_ID", "").isdigit():  # started by srun
+    tasks = initial.get("SLURM_STEP_NUM_TASKS", initial.get("SLURM_NTASKS"))
+    # Started by srun. All programs of a shell that it has started inherit its step, of one task.
+    if "SLURM_JOB_ID" in initial and initial.get("SLURM_STEP_ID", "").isdigit() and tasks != "1":
         return ["slurm", initial["SLURM_JOB_ID"], initial["SLURM_STEP_ID"]]
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:  # torch.multiprocessing.spawn, notebooks' launchers

@@ -236,7 +236,7 @@ LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2", "RANK": "0"},
     ),
     "srun": (
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "0"},
     ),
 }
@@ -261,6 +261,14 @@ def test_ranks_of_one_launcher_have_one_run(launcher: str) -> None:
     one, other = LAUNCHED[launcher]
     assert asked(one) == asked(one | {"RANK": "1", "SLURM_PROCID": "1", "LOCAL_RANK": "1"})
     assert asked(one) != asked(other)
+
+
+def test_programs_in_a_step_of_one_task_are_runs_of_their_own() -> None:
+    """As started in a shell that srun has started: all of them inherit the step."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    runs = [asked(step | {"SLURM_STEP_NUM_TASKS": "1"})[0] for _ in range(2)]
+    assert len(set(runs)) == 2
+    assert all(run.startswith("['process'") for run in runs)
 
 
 def test_a_clock_that_is_set_makes_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
