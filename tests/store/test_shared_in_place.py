@@ -494,6 +494,29 @@ def test_unshare_gives_back_what_python_has() -> None:
     assert isinstance(share(set(texts())), SetStore)
 
 
+class Names(list[Any]):
+    """A list with a method of its own."""
+
+    def first(self) -> Any:
+        return self[0]
+
+
+def test_unshare_looks_at_every_element() -> None:
+    """Sharing looks at some, and not at those of long lists."""
+    rows = [{"words": ["x"] * (3000 if number % 100 == 7 else 1)} for number in range(1000)]
+    read = list(share(rows))
+    assert type(read[7]["words"]) is not list
+    assert unshare(read) is read
+    assert all(type(row["words"]) is list for row in read)
+    assert read == rows
+    holders: list[Any] = [Holder(label=number) for number in range(12_000)]
+    holders[7777].data = share(texts())
+    holders[8888] = (Names([share(np.zeros(1 << 18))]),)
+    unshare({"holders": holders})
+    assert type(holders[7777].data) is list
+    assert holders[8888][0].first().flags.writeable
+
+
 def test_what_was_unshared_is_shared_anew() -> None:
     dataset = unshare(shared(Texts()))
     dataset.texts.append("one more")
