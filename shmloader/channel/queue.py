@@ -78,7 +78,7 @@ class Queue(Generic[_Item]):
         self._parts, self._roles = parts, parts.roles
         self._started: list[Any] = []  # ``Popen`` objects of processes that were given the queue
         self._forget()
-        live.add(self)
+        live[id(self)] = self
 
     def _forget(self) -> None:
         self._ends: dict[type[End], End] = {}  # those that this process has
@@ -313,13 +313,14 @@ def wait(queues: Iterable[Queue], timeout: float | None = None) -> list[Queue]:
         poller.poll(left_s * 1000)
 
 
-live: weakref.WeakSet[Queue] = weakref.WeakSet()
-"""Queues that this process has."""
+live: weakref.WeakValueDictionary[int, Queue] = weakref.WeakValueDictionary()
+"""Queues that this process has, by ``id``."""
 
 
 def _call_all(method: Callable[[Queue], None]) -> None:
-    for one in list(live):
-        method(one)
+    for reference in live.valuerefs():  # a list: another thread may make a queue meanwhile
+        if (one := reference()) is not None:
+            method(one)
 
 
 os.register_at_fork(

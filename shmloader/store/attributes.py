@@ -181,7 +181,7 @@ def share_for_loader(dataset: Any) -> Any:
 
 def unshare(root: Any) -> Any:
     """Put lists, dicts and arrays in the place of shared ones; see `shmloader.unshare`."""
-    graph = Graph(root)
+    graph = Graph(root, is_whole=True)
     replaced = {key: made for key, node in graph.nodes.items() if (made := _unshared(node.value)) is not None}
     return Replacer(graph, in_place=True, spares=False).replace(root, replaced)
 

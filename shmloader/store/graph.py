@@ -23,6 +23,7 @@ _WHY_NOT = "its class is none that can be shared: keep its data in plain arrays 
 _WHY_NOT_POLARS = "polars keeps its memory to itself: keep the to_arrow() of it, which is shared"
 _MOST_LABELS = 16  # of a path that is shown
 _SURE = {id(kind) for kind in (str, int, float, bool, bytes, type(None))}  # a metaclass may define ==
+_ENTERED = {id(kind) for kind in (list, tuple, dict)}
 _MOST_NODES = 500_000
 _MOST_SECONDS = 2.0
 
@@ -65,8 +66,12 @@ class Node:
 class Graph:
     """The objects that can be reached from a root, by ``id``; every object stays alive through its node."""
 
-    def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
-        """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size."""
+    def __init__(self, root: Any, *, is_asked_for: bool = False, is_whole: bool = False) -> None:
+        """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size.
+
+        A walk of the ``is_whole`` graph enters also what is only data, and ends only when all has been seen.
+        """
+        self._is_whole = is_whole
         self.left: list[tuple[Node, int, str]] = []  # large ones that cannot be shared: size, and why
         self.stopped: Node | None = None  # where the walk was given up, for its length
         self._files = MappedFiles()
@@ -78,9 +83,9 @@ class Graph:
         while todo:
             node, held = todo.popleft()
             for label, child in held:
-                if _is_small(child):
+                if _is_small(child) or (is_whole and _is_plain(child)):
                     continue
-                if len(self.nodes) > _MOST_NODES or time.monotonic() > end:
+                if not is_whole and (len(self.nodes) > _MOST_NODES or time.monotonic() > end):
                     self.stopped = Node(child, label, node)
                     return
                 known = self.nodes.get(id(child))
@@ -126,7 +131,11 @@ class Graph:
             return objects.attributes_of(value)
         if objects.is_store(value):
             return ()
-        if objects.container_kind(value) is not None:
+        kind = objects.container_kind(value)
+        is_own = is_a(value, list | dict | deque) and not is_hugging_face(value)  # may be a class of its own
+        if self._is_whole and (is_own or kind is list):
+            return objects.elements_of(value)
+        if kind is not None:
             return self._open_container(node)
         if is_hugging_face(value):
             # Of a dataset the tables in memory: of its rows, and of its indices if it was shuffled.
@@ -219,6 +228,14 @@ class Graph:
 def _is_small(value: Any) -> bool:
     """Whether a value is a number, or a text too small to be named."""
     return id(type(value)) in _SURE and static.sizeof(value) < objects.LEAST_NBYTES
+
+
+def _is_plain(value: Any, depth: int = 4) -> bool:
+    """Whether a value is made of numbers, texts and builtin containers alone, as most rows are."""
+    kind = type(value)
+    if id(kind) not in _ENTERED or not depth:
+        return id(kind) in _SURE
+    return all(_is_plain(one, depth - 1) for one in (value.values() if kind is dict else value))
 
 
 def _shown(key: Any) -> str:

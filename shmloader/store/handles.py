@@ -191,7 +191,7 @@ def _is_changed(low: int, high: int) -> bool:
 def is_shared(value: Any, files: MappedFiles | None) -> bool:
     """Whether an ndarray or a tensor lies in shared memory of shmloader's, or in one of the mapped files."""
     is_dense = isinstance(value, np.ndarray) or _is_dense(value)
-    return is_dense and _handle(value, files, least_nbytes=0)[1] is not None
+    return is_dense and _handle(value, files, is_sent=False)[1] is not None
 
 
 def _may_be_mapped(value: Any) -> bool:
@@ -220,15 +220,14 @@ def bounds_of(value: Any) -> tuple[int, int]:
     return low, high
 
 
-def _handle(
-    value: Any, files: MappedFiles | None, least_nbytes: int = _LEAST_NBYTES, *, is_writable: bool = False
-) -> tuple[int, Any]:
+def _handle(value: Any, files: MappedFiles | None, *, is_sent: bool = True) -> tuple[int, Any]:
     """The lowest address of an array or tensor, and a handle of its memory; None if its contents are sent."""
     low, high = bounds_of(value)
-    buffer = buffer_at(low, high - low) if high - low >= least_nbytes else None
+    buffer = buffer_at(low, high - low) if high - low >= _LEAST_NBYTES or not is_sent else None
     if buffer is not None:
-        is_sent = is_writable and _is_changed(low, high)
-        return low, None if is_sent else (buffer, low - buffer.address, high - low)
+        # Also of a read-only array: it may be a view of a tensor that was written to.
+        is_stale = is_sent and _is_changed(low, high)
+        return low, None if is_stale else (buffer, low - buffer.address, high - low)
     return low, files.items_at(low, high) if files is not None and _may_be_mapped(value) else None
 
 
@@ -239,7 +238,7 @@ def reduce_array(array: _Array, files: MappedFiles | None) -> Any:
     """
     if array.dtype.hasobject or not array.size:
         return None
-    low, handle = _handle(array, files, is_writable=array.flags.writeable)
+    low, handle = _handle(array, files)
     if handle is None:
         return None
     offset = array.offset if type(array) is np.memmap else None
@@ -286,7 +285,7 @@ def reduce_tensor(tensor: torch.Tensor, files: MappedFiles | None) -> Any:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < _LEAST_NBYTES:
         return None
-    low, handle = _handle(tensor, files, is_writable=True)
+    low, handle = _handle(tensor, files)
     return None if handle is None else (tensor_over, (handle, *layout_of(tensor, low)))
 
 

@@ -154,7 +154,8 @@ def _build_and_hand_over(build: Callable[[], Any], name: str, listener: socket.s
             layout = _buffer_of(packed)
             holder = _start_server(listener, [layout.fd, *(buffer.fd for buffer in buffers)])
         except Exception as error:
-            _tell_failure(listener, error, name)
+            with contextlib.suppress(Exception):  # of telling, as without descriptors: the others build then
+                _tell_failure(listener, error, name)
             raise
     finally:
         listener.close()

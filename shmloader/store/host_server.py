@@ -99,8 +99,9 @@ class Server:
 def main(arguments: Sequence[str]) -> None:
     """Leave the builder's family and session, then serve the descriptors given by number.
 
-    The builder waits for this process and finds it ended; the one forked off here has no parent to wait for
-    it, so it leaves no zombie, and no signal to the builder's terminal or process group reaches it.
+    The builder waits for this process and finds it ended; the one forked off here is a child of init, which
+    waits for it, and no signal to the builder's terminal or process group reaches it. In a container whose
+    first process is the program itself, it stays a zombie when it has ended, until that program ends.
     """
     listener_fd, holder_fd, *fds = map(int, arguments)
     listener, holder = socket.socket(fileno=listener_fd), socket.socket(fileno=holder_fd)

@@ -8,21 +8,29 @@ the others, and frameworks set variables in all of them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime as dt
+import enum
 import functools
 import hashlib
+import itertools
 import multiprocessing
 import os
 import types
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import psutil
 
 from shmloader.errors import LoaderError
 
-_RANK_VARIABLES = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_PLAIN = (str, bytes, int, float, bool, type(None), Path)
+_RANK_VARIABLES = ("LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_AT_IMPORT = dict(os.environ)  # if the initial environment cannot be read
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), range, PurePath, dt.date, dt.timedelta)
+_VALUES = (*_PLAIN, enum.Enum, type, list, tuple, set, frozenset)
+_MOST_PARTS = 10_000  # of a fingerprint: of much data the beginning counts
+_MOST_DEPTH = 8
 
 
 def job_of_process(name: str) -> list[str]:
@@ -31,7 +39,9 @@ def job_of_process(name: str) -> list[str]:
     if "TORCHELASTIC_RUN_ID" in initial:
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         return ["torchrun", *(initial.get(name, "") for name in names)]
-    if "SLURM_JOB_ID" in initial and initial.get("SLURM_STEP_ID", "").isdigit():  # started by srun
+    tasks = initial.get("SLURM_STEP_NUM_TASKS", initial.get("SLURM_NTASKS"))
+    # Started by srun. All programs of a shell that it has started inherit its step, of one task.
+    if "SLURM_JOB_ID" in initial and initial.get("SLURM_STEP_ID", "").isdigit() and tasks != "1":
         return ["slurm", initial["SLURM_JOB_ID"], initial["SLURM_STEP_ID"]]
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:  # torch.multiprocessing.spawn, notebooks' launchers
@@ -52,10 +62,12 @@ def job_of_process(name: str) -> list[str]:
 def _initial_environment() -> Mapping[str, str]:
     """The environment that this process was started with."""
     try:
-        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+        *entries, last = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
-        return os.environ
-    return dict(entry.decode(errors="replace").split("=", 1) for entry in entries if b"=" in entry)
+        return _AT_IMPORT
+    if last or not all(b"=" in entry for entry in entries):  # setproctitle has written over it
+        return _AT_IMPORT
+    return dict(entry.decode(errors="replace").split("=", 1) for entry in entries)
 
 
 def _process(pid: int) -> str:
@@ -78,24 +90,52 @@ def _is_python(pid: int) -> bool:
 
 
 def fingerprint_of(build: Callable[[], Any]) -> str:
-    """A fingerprint of a function without arguments: its place, and plain values that it is bound to."""
-    text = "\0".join(_parts_of(build))
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+    """A fingerprint of a function without arguments: its place, and the values that it is bound to.
+
+    Attributes of objects do not count. They differ between the ranks of one run, as `self.device` does, and
+    between objects that share rightly.
+    """
+    return hashlib.sha256(_text_of(build, 0).encode(errors="backslashreplace")).hexdigest()[:32]
 
 
-def _parts_of(value: Any) -> list[str]:
+def _text_of(value: Any, depth: int) -> str:
+    return "\0".join(itertools.islice(_parts_of(value, depth), _MOST_PARTS))
+
+
+def _parts_of(value: Any, depth: int) -> Iterator[str]:
     """Texts that tell a value from others, the same in each process."""
+    yield repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        yield str(value.name)
+    elif callable(value):
+        line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
+        yield from map(str, (getattr(value, "__module__", None), getattr(value, "__qualname__", None), line))
+    if depth < _MOST_DEPTH:
+        held = _held_by(value, depth)
+        yield str(len(held))
+        for one in held:
+            yield from _parts_of(one, depth + 1)
+
+
+def _held_by(value: Any, depth: int) -> Sequence[Any]:
+    """The values that a function is bound to, or the elements of a container, in the same order anywhere."""
     if isinstance(value, functools.partial):
-        return _parts_of((value.func, *value.args, *sorted(value.keywords.items())))
+        return (value.func, *value.args, *sorted(value.keywords.items()))
     if isinstance(value, types.MethodType):
-        return _parts_of(value.__func__)
+        return (value.__func__,)
     if isinstance(value, types.FunctionType):
         bound = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty one
                 bound.append(cell.cell_contents)
-        place = value.__module__, value.__qualname__, value.__code__.co_firstlineno
-        return [*map(str, place), *_parts_of(tuple(one for one in bound if isinstance(one, _PLAIN)))]
-    if isinstance(value, tuple):
-        return [part for item in value for part in _parts_of(item)]
-    return [repr(value)] if isinstance(value, _PLAIN) else [type(value).__qualname__]
+        # Not dicts and objects that it only mentions: a configuration may hold the rank.
+        return [one for one in bound if isinstance(one, _VALUES)]
+    if isinstance(value, set | frozenset):
+        few = value if len(value) <= _MOST_PARTS else ()
+        return [len(value), *sorted(few, key=lambda one: _text_of(one, depth + 1))]
+    if isinstance(value, dict):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        is_value = value.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        return [getattr(value, field.name) for field in dataclasses.fields(value)] if is_value else ()
+    return value if isinstance(value, list | tuple) else ()

@@ -136,7 +136,9 @@ _buffers: weakref.WeakValueDictionary[int, SharedBuffer] = weakref.WeakValueDict
 
 def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
     """The buffer of this process that holds ``nbytes`` bytes at an address; None if none does."""
-    return next((buffer for buffer in list(_buffers.values()) if buffer.holds(address, nbytes)), None)
+    # A list of references: another thread may make a buffer meanwhile.
+    buffers = (reference() for reference in _buffers.valuerefs())
+    return next((one for one in buffers if one is not None and one.holds(address, nbytes)), None)
 
 
 def _attach(descriptor: Descriptor, nbytes: int) -> SharedBuffer:

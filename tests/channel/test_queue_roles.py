@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import queue
+import sys
 import threading
 import time
 from pathlib import Path
@@ -98,6 +99,33 @@ def test_a_forked_child_has_neither_end_of_its_parent_and_disturbs_nothing() -> 
     assert (kept == 1).all()
     for each in (one, answers, other):
         each.close()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_while_other_threads_make_queues() -> None:
+    """What a function raises that is called after a fork is only printed: pytest makes an error of it."""
+    kept, ended, interval_s = [Queue(1) for _ in range(150)], threading.Event(), sys.getswitchinterval()
+
+    def make() -> None:
+        while not ended.is_set():
+            assert [Queue(1) for _ in range(20)]
+
+    makers = [threading.Thread(target=make) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for maker in makers:
+            maker.start()
+        for _ in range(60):
+            if not (pid := os.fork()):
+                os._exit(0)
+            os.waitpid(pid, 0)
+    finally:
+        sys.setswitchinterval(interval_s)
+        ended.set()
+        for maker in makers:
+            maker.join()
+    assert len(kept) == 150
 
 
 def test_a_fork_while_other_threads_use_the_queue() -> None:

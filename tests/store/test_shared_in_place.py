@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, Tenso
 from shmloader import DataLoader, NotSharedWarning, share, unshare
 from shmloader.store import MappingStore, SetStore, Store
 from shmloader.store.attributes import share_for_loader
-from shmloader.store.handles import is_shared
+from shmloader.store.handles import is_shared, pack, unpack
 
 ROWS = 20_000
 
@@ -137,11 +137,30 @@ class Numbers(Dataset[Any]):
         return self.numbers[index]
 
 
-def test_what_is_written_to_an_array_over_a_shared_tensor_reaches_workers(start_method: str) -> None:
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "writable": lambda a: a,
+    "read-only": read_only,
+    "windows": lambda a: np.lib.stride_tricks.sliding_window_view(a, 8)[:, 0],
+    "broadcast": lambda a: np.broadcast_to(a, (2, a.size))[1],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_what_is_written_to_an_array_over_a_shared_tensor_reaches_workers(
+    start_method: str, view: str
+) -> None:
     numbers = share(torch.zeros(1 << 18)).numpy()
     numbers[1] = 5
-    loader = DataLoader(Numbers(numbers), batch_size=4, num_workers=1, multiprocessing_context=start_method)
+    dataset = Numbers(VIEWS[view](numbers))
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=start_method)
     assert next(iter(loader)).tolist() == [0, 5, 0, 0]
+    packed, _ = pack(dataset.numbers)
+    assert unpack(packed, [])[:4].tolist() == [0, 5, 0, 0]
 
 
 class Progress(Weights):
@@ -473,6 +492,29 @@ def test_unshare_gives_back_what_python_has() -> None:
     assert unshare(share(texts())) == texts()
     assert unshare(share(set(texts()))) == set(texts())
     assert isinstance(share(set(texts())), SetStore)
+
+
+class Names(list[Any]):
+    """A list with a method of its own."""
+
+    def first(self) -> Any:
+        return self[0]
+
+
+def test_unshare_looks_at_every_element() -> None:
+    """Sharing looks at some, and not at those of long lists."""
+    rows = [{"words": ["x"] * (3000 if number % 100 == 7 else 1)} for number in range(1000)]
+    read = list(share(rows))
+    assert type(read[7]["words"]) is not list
+    assert unshare(read) is read
+    assert all(type(row["words"]) is list for row in read)
+    assert read == rows
+    holders: list[Any] = [Holder(label=number) for number in range(12_000)]
+    holders[7777].data = share(texts())
+    holders[8888] = (Names([share(np.zeros(1 << 18))]),)
+    unshare({"holders": holders})
+    assert type(holders[7777].data) is list
+    assert holders[8888][0].first().flags.writeable
 
 
 def test_what_was_unshared_is_shared_anew() -> None:

@@ -7,9 +7,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ import torch
 from small_places import entering, memory_cgroup, run_in
 
 from shmloader import SharedMemoryExhausted, share
-from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer
+from shmloader.store.sealed_buffer import BufferBuilder, SharedBuffer, buffer_at
 
 
 def filled(data: bytes) -> SharedBuffer:
@@ -222,3 +224,24 @@ def test_a_builder_that_is_killed_leaves_nothing() -> None:
             time.sleep(0.05)
         assert list(holders(inode)) == []
     assert not [name for name in os.listdir("/dev/shm") if "shmloader-store" in name]
+
+
+def test_a_buffer_is_found_while_another_thread_makes_some() -> None:
+    kept, begun = [filled(bytes(100)) for _ in range(50)], threading.Event()
+
+    def make() -> None:
+        for _ in range(30):
+            begun.set()
+            assert [SharedBuffer(os.dup(kept[0].fd), 100) for _ in range(100)]
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            making = pool.submit(make)
+            begun.wait()
+            while not making.done():
+                assert buffer_at(kept[-1].address, 100) is kept[-1]
+            making.result()
+    finally:
+        sys.setswitchinterval(interval_s)

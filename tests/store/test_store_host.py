@@ -236,7 +236,7 @@ LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "a", "MASTER_PORT": "2", "RANK": "0"},
     ),
     "srun": (
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_PROCID": "0"},
     ),
 }
@@ -263,6 +263,14 @@ def test_ranks_of_one_launcher_have_one_run(launcher: str) -> None:
     assert asked(one) != asked(other)
 
 
+def test_programs_in_a_step_of_one_task_are_runs_of_their_own() -> None:
+    """As started in a shell that srun has started: all of them inherit the step."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    runs = [asked(step | {"SLURM_STEP_NUM_TASKS": "1"})[0] for _ in range(2)]
+    assert len(set(runs)) == 2
+    assert all(run.startswith("['process'") for run in runs)
+
+
 def test_a_clock_that_is_set_makes_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmloader.store.job._initial_environment", dict)
     times = itertools.count()
@@ -279,6 +287,24 @@ def test_lightnings_first_rank_has_the_run_of_those_that_it_starts() -> None:
     assert asked({}, STARTS, ASKS)[0] != first
 
 
+# As setproctitle does, unless SPT_NOENV is set: the title is written over the arguments and the environment.
+TITLED = (
+    "import ctypes, pathlib\n"
+    "begin, end = map(int, pathlib.Path('/proc/self/stat').read_text().rpartition(')')[2].split()[47:49])\n"
+    "def write_over(title):\n"
+    "    ctypes.memset(begin, 0, end - begin), ctypes.memmove(begin, title, len(title))\n"
+    "write_over(b'')\n"
+)
+
+
+def test_a_title_over_the_environment_makes_no_other_run() -> None:
+    environment, _ = LAUNCHED["torchrun"]
+    twice = f"{TITLED}{ASKS}; write_over(b'train --lr=0.1'); print(job_of_process('x'))"
+    assert asked(environment, twice) == [str(["torchrun", "none", "a", "1"])] * 2
+    first, second = asked({}, TITLED + STARTS, TITLED + ASKS)
+    assert first == f"{second} True"
+
+
 def test_a_rank_of_no_known_launcher_is_asked_for_its_run() -> None:
     shell = f'{sys.executable} -c "{ASKS}"; true'
     done = subprocess.run(
@@ -289,34 +315,11 @@ def test_a_rank_of_no_known_launcher_is_asked_for_its_run() -> None:
 
 def test_a_rank_that_builds_in_another_way_is_an_error(name: str) -> None:
     rows = [{"n": number} for number in range(100)]
-    kept = share_on_host(functools.partial(make, rows, "train"), name=name)
-    assert share_on_host(functools.partial(make, rows, "train"), name=name) == kept
-    for other in (functools.partial(make, rows, "valid"), lambda: rows):
+    kept = share_on_host(functools.partial(make, rows, ["train"]), name=name)
+    assert share_on_host(functools.partial(make, rows, ["train"]), name=name) == kept
+    for other in (functools.partial(make, rows, ["valid"]), lambda: rows):
         with pytest.raises(LoaderError, match="with another function, or other arguments"):
             share_on_host(other, name=name)
-
-
-def test_a_fingerprint_is_the_same_in_every_process() -> None:
-    """The order of a set of texts, as the compiler makes for ``in {...}``, differs between processes."""
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", FINGERPRINT],
-            check=False,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-        ).stdout
-        for seed in "1234"
-    }
-    assert len(found) == 1
-    assert len(found.pop().strip()) == 32
-
-
-FINGERPRINT = """
-from shmloader.store.job import fingerprint_of
-def build(split="train"):
-    return split in {"train", "valid", "test", "all"}
-print(fingerprint_of(build))
-"""
 
 
 def make(rows: Any, split: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from host_ranks import FORK, ROWS, Box, Building, build, build_never, servers
+from spent_descriptors import descriptors_left
 
 from shmloader import LoaderError, ShareTimeout
 from shmloader.store import host, share
@@ -151,3 +152,14 @@ def test_too_few_descriptors_is_an_error_with_the_number_needed(name: str) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(built.content) == 30
+
+
+def test_what_build_raises_is_raised_when_no_descriptor_is_left_to_tell_others(name: str) -> None:
+    with contextlib.ExitStack() as spent:
+
+        def fail() -> Any:
+            spent.enter_context(descriptors_left(0))
+            raise KeyError("no such split")
+
+        with pytest.raises(KeyError, match="no such split"):
+            share_on_host(fail, name=name)
