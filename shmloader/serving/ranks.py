@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 from numbers import Integral
@@ -23,6 +24,7 @@ import torch
 
 from shmloader.distributed import local_rank_and_ranks, rank_and_ranks
 from shmloader.errors import LoaderError, ServerDied, ShareTimeout
+from shmloader.indices.compact_states import digest_of
 from shmloader.indices.samplers import length_of, with_inner
 from shmloader.interrupts import HeldInterrupts
 from shmloader.loading import Loading
@@ -46,6 +48,8 @@ _END_S = 5.0  # how long that may take to end by itself
 
 _opened = itertools.count()
 """Numbers of the loaders that this rank has begun to read: the same in all ranks, which go in step."""
+_begun_from: Counter[str] = Counter()
+"""Loaders that local rank 0 has begun to serve, by the state of torch's global generator then."""
 
 
 def host_loading(loader: Callable[[], Any]) -> Loading:
@@ -74,9 +78,8 @@ class HostLoading(Loading):
             loader = self.loader()
             settings = Settings.of(loader)
             about = meeting.introduction(None) | {"join": "next", "loader": _description(settings)}
-            number, (rank, ranks) = next(_opened), local_rank_and_ranks()
-            name = _name(number)
-            link = _attach(name, about) if rank else _start_and_attach(loader, name, ranks, about, number)
+            name, (rank, ranks) = _name(), local_rank_and_ranks()
+            link = _attach(name, about) if rank else _start_and_attach(loader, name, ranks, about)
             self._sampler_epoch = _epoch_of_sampler(settings)
             self._reader = AttachedLoader(link, pin_memory=loader.pin_memory, device=settings.device)
         return self._reader
@@ -127,8 +130,8 @@ class HostLoading(Loading):
             reader.close()
 
 
-def _name(number: int) -> str:
-    """The name of the loader that the ranks of this run begin to read now, by its number."""
+def _name() -> str:
+    """The name of the loader that the ranks of this run begin to read now."""
     try:
         job = job_of_process("")
     except LoaderError as error:
@@ -136,7 +139,7 @@ def _name(number: int) -> str:
             "shared_by='host' needs a launcher that tells runs apart, such as torchrun or srun. Use "
             "shmloader.serve and shmloader.attach, with a name of your own"
         ) from error
-    key = json.dumps([job, os.environ.get("TORCHELASTIC_RESTART_COUNT"), number])
+    key = json.dumps([job, os.environ.get("TORCHELASTIC_RESTART_COUNT"), next(_opened)])
     return f"ranks-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
@@ -176,13 +179,15 @@ def _epoch_of_sampler(settings: Settings) -> int | None:
 # --- the process that serves
 
 
-def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any], number: int) -> Link:
+def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any]) -> Link:
     """Fork the process that serves a copy of a loader, and attach to it. It ends with this rank."""
     served = copy.copy(loader)
     vars(served).update(shared_by=None, pin_memory=False)
     vars(served).pop("device", None)
     set_device(served, None)
-    arguments = served, name, ranks, about, os.getpid(), number
+    state = digest_of(torch.get_rng_state())
+    arguments = served, name, ranks, about, os.getpid(), _begun_from[state]
+    _begun_from[state] += 1
     context = multiprocessing.get_context("fork")  # with copies of this rank's generators
     process = context.Process(target=_serve, args=arguments, name="shmloader-serves")
     with HeldInterrupts():
@@ -200,11 +205,11 @@ def _start_and_attach(loader: Any, name: str, ranks: int, about: dict[str, Any],
         raise
 
 
-def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int, number: int) -> None:
+def _serve(loader: Any, name: str, ranks: int, about: dict[str, Any], main_pid: int, skipped: int) -> None:
     """Serve until all ranks have left, or local rank 0 has ended."""
     parent_watch.begin(main_pid)
     torch.set_num_threads(1)  # a forked process with more hangs where its parent has computed with them
-    torch.empty(number, dtype=torch.int64).random_()  # the rank draws none, and would begin each one alike
+    torch.empty(skipped, dtype=torch.int64).random_()  # the rank draws none, and would begin each one alike
     run_server(loader, name, Roster(ranks, WINDOW, "wait"), about)
 
 

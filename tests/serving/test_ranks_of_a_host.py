@@ -120,7 +120,7 @@ def test_each_rank_gets_the_batches_of_one_program() -> None:
 
 
 def made_anew(rank: int, seed: int | None) -> Any:
-    """The order of a loader, of the same after it was closed, and of another one."""
+    """The order of a loader, of the same after it was closed, of another one, and of one after a new seed."""
     torch.manual_seed(0)
 
     def make() -> Any:
@@ -132,7 +132,9 @@ def made_anew(rank: int, seed: int | None) -> Any:
     for one in (loader, loader, make()):
         orders.append([index for batch in one for index in batch["index"].tolist()])
         one.close()
-    return orders
+    torch.manual_seed(5)
+    with make() as last:
+        return [*orders, [index for batch in last for index in batch["index"].tolist()]]
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -141,10 +143,11 @@ def test_orders_differ_where_a_loader_is_made_anew_unless_its_own_generator_says
 ) -> None:
     one, other = outcomes(made_anew, seed)
     assert one == other
-    assert len({tuple(order) for order in one}) == (3 if seed is None else 1)
-    torch.manual_seed(0)
-    alone = numbers(0, generator=None if seed is None else torch.Generator().manual_seed(seed))
-    assert one[0] == [index for batch in alone for index in batch["index"].tolist()]
+    assert len({tuple(order) for order in one}) == (4 if seed is None else 1)
+    for number, global_seed in ((0, 0), (3, 5)):
+        alone = numbers(0, generator=None if seed is None else torch.Generator().manual_seed(seed))
+        torch.manual_seed(global_seed)
+        assert one[number] == [index for batch in alone for index in batch["index"].tolist()]
 
 
 class Told(Numbers):
