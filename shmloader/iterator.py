@@ -31,7 +31,7 @@ from shmloader.resume.passes import Pass
 from shmloader.resume.states import States
 from shmloader.settings import Settings
 from shmloader.slots import Place, PlaceTable
-from shmloader.slots.place import MAKING
+from shmloader.slots.place import FREE, MAKING
 from shmloader.statistics import Counters, Recorder
 from shmloader.store_hooks import hooks
 from shmloader.wire.records import REPORTED
@@ -331,6 +331,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 anchor, header = self.table.take(place)
         except MemoryError as error:  # the next call takes it, if the program has let go of others
             self._lifecycle.expect(error)
+            self._note_if_lost(place, position, worker_id)
             raise
         report: StreamReport | None = None
         try:
@@ -369,6 +370,12 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             self._counters.add("failures")
             raise self._lifecycle.expect(restore(report.error))
         return batch
+
+    def _note_if_lost(self, place: Place, position: int, worker_id: int) -> None:
+        """Note that a batch for which there was no memory is done, if no later call can have it either."""
+        if place.state is FREE:
+            self._note_done(position, worker_id, None, returned=False)
+            self._scheduler.send_more()
 
     def _note_done(
         self, position: int, worker_id: int, report: StreamReport | None, *, returned: bool

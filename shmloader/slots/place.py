@@ -101,11 +101,20 @@ class Place:
         self.void, self.deaths = False, 0
 
     def add_piece(self, total_nbytes: int, piece: ByteArray) -> None:
-        """Copy the next piece of a batch that comes in pieces."""
+        """Copy the next piece of a batch that comes in pieces; `MemoryError` if there is no memory for it."""
         if self.pieces is None:
             self.pieces, self.pieces_nbytes = np.empty(total_nbytes, np.uint8), 0
         begin, self.pieces_nbytes = self.pieces_nbytes, self.pieces_nbytes + len(piece)
         self.pieces[begin : self.pieces_nbytes] = piece
+
+    def lose_pieces(self) -> None:
+        """Note that there was no memory for a piece: further ones are not copied."""
+        self.pieces = _LOST
+
+    @property
+    def has_lost_pieces(self) -> bool:
+        """Whether there was no memory for a piece."""
+        return self.pieces is _LOST
 
     def drop_pieces(self, *, void: bool = False) -> None:
         """Forget the pieces: with ``void`` for good, else they come again."""
@@ -138,6 +147,9 @@ class Place:
     def free(self) -> None:
         """End its task: from any state to ``FREE``."""
         self.state, self.used_nbytes, self.pieces, self.lease = FREE, 0, None, None
+
+
+_LOST: ByteArray = np.empty(0, np.uint8)  # in place of pieces for which there was no memory
 
 
 class Guard:

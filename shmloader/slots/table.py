@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from shmloader.memory import Segment, whole_pages
-from shmloader.memory.limits import memory_headroom
+from shmloader.memory.limits import exhausted, memory_headroom
 from shmloader.settings import THREAD, Settings
 from shmloader.slots.budget import RETAINED_SLOTS, SPARE_SLOTS, Budget
 from shmloader.slots.memory import OF_LOADERS, AskedFor, SlotMemory
@@ -224,11 +224,17 @@ class PlaceTable(SlotMemory):
             self.check()
 
     def add_piece(self, seq: int, slot_nbytes: int, total_nbytes: int, piece_nbytes: int) -> None:
-        """Copy a piece of a batch larger than its slot into private memory; its worker waits meanwhile."""
+        """Copy a piece of a batch larger than its slot into private memory; its worker waits meanwhile.
+
+        If there is none, the batch is lost, and `take` says so in its place.
+        """
         place = self.unreturned.get(seq) or self.void[seq]
-        if not place.void:
+        if not (place.void or place.has_lost_pieces):
             place.resize(slot_nbytes, place.limit_nbytes)
-            place.add_piece(total_nbytes, np.frombuffer(self.map(place).buffer, np.uint8)[:piece_nbytes])
+            try:
+                place.add_piece(total_nbytes, np.frombuffer(self.map(place).buffer, np.uint8)[:piece_nbytes])
+            except MemoryError:
+                place.lose_pieces()
 
     def take(self, place: Place, *, early: bool = False) -> tuple[ByteArray, bytes]:
         """Take out a batch that has arrived, to return it; ``early``, without a wait: `finish` comes later.
@@ -250,6 +256,11 @@ class PlaceTable(SlotMemory):
             self.tasks -= 1
         elif early:
             raise MemoryError("a batch is not copied to be taken early")
+        elif place.has_lost_pieces:
+            self.finish(seq)
+            self._end(place)
+            why = "no memory for them, or no address space (ulimit -v)"
+            raise exhausted(f"a batch of {end:,} bytes came in pieces, and the main process had {why}", end)
         else:
             anchor = self._spill(place) if place.pieces is None else place.pieces
             header = anchor[begin:end].tobytes()

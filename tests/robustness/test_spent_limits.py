@@ -1,4 +1,4 @@
-"""Errors and warnings of a program that has every descriptor: what they need is there already."""
+"""A program that has spent its descriptors or its memory: errors and warnings, and the loader goes on."""
 
 import resource
 
@@ -75,3 +75,40 @@ def test_tensors_of_a_dataset_that_take_every_descriptor_are_named_as_the_cause(
     (note,) = caught.value.__notes__
     assert note.startswith("Each tensor of the dataset takes a descriptor")
     assert "ulimit -n" in note
+
+
+def test_a_main_process_without_memory_for_pieces_gets_an_error_in_the_place_of_the_batch() -> None:
+    code = """
+        import resource, warnings
+        import torch
+        import shmloader
+
+        class Large(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+            def __getitem__(self, index):
+                return torch.full((16 << 20 if index == 2 else 1000,), index, dtype=torch.float32)
+
+        warnings.simplefilter("ignore")
+        options = {"num_workers": 2, "memory_budget_nbytes": 1 << 20}
+        loader = shmloader.DataLoader(Large(), None, **options)
+        unlimited = resource.getrlimit(resource.RLIMIT_AS)
+        iterator = iter(loader)
+        got = [int(next(iterator)[0])]
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (24 << 20), unlimited[1]))
+        while True:
+            try:
+                got.append(int(next(iterator)[0]))
+            except shmloader.SharedMemoryExhausted as error:
+                assert error.needed_nbytes > 64 << 20, error
+                assert "ulimit -v" in str(error), error
+                got.append("error")
+                assert loader.state_dict()["batches"] == 3
+            except StopIteration:
+                break
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+        print(got, [int(batch[0]) for batch in loader])
+        """
+    assert python(code).strip() == "[0, 1, 'error', 3, 4, 5, 6, 7] [0, 1, 2, 3, 4, 5, 6, 7]"
