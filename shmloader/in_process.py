@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from shmloader import torch_private
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
+from shmloader.failures.exceptions import drop_notes
 from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import Run, pack_index_batch
 from shmloader.indices.samplers import epoch_of, generator_states, states_if_drawn
@@ -137,6 +138,9 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
                 self._progress.end()
                 self._end_setup()
                 self._counters.of(ReportCounts).warn(self._on_error)
+                raise
+            except BaseException as error:
+                drop_notes(error, began_ns)
                 raise
             self._note_taken(returned=batch is not LEFT_OUT)
             if batch is not LEFT_OUT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sequenti
 
 from shmloader.errors import NoGoodSample, ResumeError
 from shmloader.failures.bad_samples import LEFT_OUT, Report
+from shmloader.failures.exceptions import drop_notes
 from shmloader.indices.array_samplers import index_arrays
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.samplers import sampler_of_indices, sharded_sampler
@@ -62,7 +64,12 @@ def batch_of(
             seeding = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, seeding.seed_next)
             seeding.begin(seeds[1], number)
-        batch = make_fetcher(dataset, rules).fetch(index_batch)
+        began_ns = time.perf_counter_ns()
+        try:
+            batch = make_fetcher(dataset, rules).fetch(index_batch)
+        except BaseException as error:
+            drop_notes(error, began_ns)
+            raise
     if isinstance(batch, Report):
         batch = batch.batch
     if batch is LEFT_OUT:

@@ -175,7 +175,7 @@ class SendsAgain(KeepsBatches):
 
 def into_empty(samples: list[torch.Tensor]) -> dict[str, Any]:
     """A custom collate that writes into ``shmloader.empty`` and returns views of it."""
-    out = shmloader.empty(len(samples) + 2, len(samples[0]), dtype=torch.int64)
-    for row, sample in zip(out, samples, strict=False):
+    out = shmloader.empty(len(samples) + 1, len(samples[0]), dtype=torch.int64)
+    for row, sample in zip(out, [samples[0], *samples], strict=True):
         row.copy_(sample)
-    return {"rows": out[: len(samples)], "first": out[0], "array": np.arange(len(samples))}
+    return {"rows": out[1:], "first": out[0], "array": np.arange(len(samples))}

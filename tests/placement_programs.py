@@ -7,6 +7,7 @@ that each call has a place of its own in the code.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import warnings
 from collections.abc import Callable
@@ -208,6 +209,8 @@ RETURN = (
     "{{'a': {a}, 'b': {b}}}",
     "({a}, number)",
     "[{a}, {a}]",
+    "({a}, {a}[1:], {b})",
+    "[{a}[0], {b}, {a}]",
     "{{'a': {b}, 'rows': rows}}",
 )
 DTYPES = (
@@ -329,6 +332,8 @@ def run_program(seed: int, *, places: bool) -> list[Any]:
             extent = segment.map(slot, allocator.nbytes)
             arrived = Decoder().decode(np.ndarray(extent.nbytes, np.uint8, extent.buffer), header)
             outcomes.append(description(arrived))
+            _write(arrived)  # which is to change no other leaf, wherever both lie
+            outcomes.append(description(arrived))
             del arrived, extent
             # Another batch is written over it: what the program keeps must survive that.
             overwritten = segment.map(slot, slots[slot])
@@ -336,6 +341,17 @@ def run_program(seed: int, *, places: bool) -> list[Any]:
         return [*outcomes, ("kept", description(list(kept)))]
     finally:
         allocator.close()
+
+
+def _write(batch: Any) -> None:
+    """Change the first leaf of a batch in place."""
+    while isinstance(batch, dict | list | tuple) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    with contextlib.suppress(RuntimeError, ValueError):  # expanded, read-only, or without memory
+        if isinstance(batch, torch.Tensor):
+            batch.detach().fill_(3)
+        elif isinstance(batch, np.ndarray):
+            batch[...] = 3
 
 
 def _samples(number: int) -> tuple[Any, ...]:

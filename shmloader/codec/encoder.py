@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
@@ -69,6 +70,8 @@ class Encoder:
         # Of leaves in private memory: offset in the slot, address, length, and what keeps the memory alive;
         # without an address that is a bytes object.
         self._copies: list[tuple[int, int | None, int, Any]] = []
+        # Where the leaves that are in the slot begin and end, in ascending order; the first is at 0.
+        self._taken = [0, 0]
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
         self._known = _LONE_TENSOR.copy()  # headers and structures that come again, see `_key_of`
@@ -107,23 +110,42 @@ class Encoder:
             pickler.clear_memo()
             self._rows.clear()
             self._copies.clear()
+            del self._taken[2:]
             pickler.written.clear()
 
     def _add(self, kind: int, code: int, shape: Sequence[int], address: int | None, owner: Any) -> Any:
-        """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`."""
+        """Find a leaf in the slot, or give it a place there and note it for copying: see `Add`.
+
+        A view of another leaf gets a place of its own: in private memory both would.
+        """
         item_nbytes = ITEM_NBYTES[code]
         nbytes = math.prod(shape) * item_nbytes
-        if address is None:
-            offset = None
-        else:
+        offset = None
+        if address is not None:
             if self._found is not None:
                 self._found.append((address, nbytes))
             offset = self._allocator.offset_of(address, nbytes) if nbytes else 0
-        if offset is None or offset % (ALIGNMENT if kind == BYTES else item_nbytes):
+        if (
+            offset is None
+            or offset % (ALIGNMENT if kind == BYTES else item_nbytes)
+            or (nbytes and not self._take(offset, offset + nbytes))
+        ):
             offset = self._allocator.place(nbytes)
             self._copies.append((offset, address, nbytes, owner))
         self._rows.append(pack_row(kind, code, offset, shape))
         return _ADDED
+
+    def _take(self, begin: int, end: int) -> bool:
+        """Take a range of the slot for a leaf; False if another leaf of this batch has some of it."""
+        taken = self._taken
+        if begin >= taken[-1]:  # leaves mostly ascend
+            taken += begin, end
+            return True
+        place = bisect_right(taken, begin)
+        free = not place % 2 and place == bisect_left(taken, end)
+        if free:
+            taken[place:place] = begin, end
+        return free
 
     def _leave_out(self, buffer: PickleBuffer) -> None:
         """Handle a buffer that the pickler leaves out: a placeholder, or one of an object's own reduction."""

@@ -15,6 +15,7 @@ import io
 import pickle
 import pkgutil
 import re
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -58,13 +59,33 @@ def restore(packed: bytes) -> BaseException:
     return error
 
 
-def add_note(error: BaseException, note: str) -> None:
+class _Note(str):
+    """A note of the loader's, with the time when it was added. Pickled, it is any text."""
+
+    __slots__ = ("added_ns",)
+    added_ns: int
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def add_note(error: BaseException, text: str) -> None:
     """Add a note to an exception, unless its ``__notes__`` is not a list."""
+    note = _Note(text)
+    note.added_ns = time.perf_counter_ns()
     with contextlib.suppress(Exception):
         try:
             BaseException.add_note(error, note)
         except AttributeError:  # a frozen dataclass, say
             error.__dict__.setdefault("__notes__", []).append(note)
+
+
+def drop_notes(error: BaseException, before_ns: int) -> None:
+    """Drop the notes that the same object got when it was raised for an earlier batch."""
+    with contextlib.suppress(Exception):
+        error.__notes__[:] = [
+            note for note in error.__notes__ if not (isinstance(note, _Note) and note.added_ns < before_ns)
+        ]
 
 
 def text_of(error: BaseException) -> str:
@@ -134,9 +155,11 @@ def _checked(dump: Callable[[BaseException], bytes], error: BaseException) -> by
     with contextlib.suppress(BaseException):  # the user's code may raise anything
         pickled = dump(error)
         copy = pickle.loads(pickled)
-        one, other = (_ADDRESS.sub("0x", text_of(one)) for one in (copy, error))
-        if type(copy).__qualname__ == type(error).__qualname__ and one == other:
-            return pickled
+        if type(copy).__qualname__ == type(error).__qualname__:
+            one, other, again = (_ADDRESS.sub("0x", text_of(one)) for one in (copy, error, error))
+            # A set in it may be in another order; a text may be another each time.
+            if sorted(one) == sorted(other) or other != again:
+                return pickled
     return b""
 
 
@@ -166,7 +189,10 @@ def _portable(value: Any) -> Any:
     try:
         pickle.loads(pickle.dumps(value, 5))
     except BaseException:  # noqa: BLE001 - the user's code may raise anything
-        return _Repr(repr(value))
+        try:
+            return _Repr(repr(value))
+        except BaseException as reason:  # noqa: BLE001 - it may here, too
+            return _Repr(f"<{type(value).__name__}, whose repr() raises {type(reason).__name__}>")
     return value
 
 

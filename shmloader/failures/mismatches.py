@@ -10,6 +10,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Number
 from typing import Any
 
@@ -39,45 +40,76 @@ def explain_collation(error: BaseException, samples: Any, indices: Any, *, of_st
         form = "sample {} of the stream" if of_stream else "dataset[{}]"
         names = [form.format(shown(index, _MOST_CHARACTERS)) for index in indices]
     with contextlib.suppress(Exception):
-        frames = traceback.walk_tb(error.__traceback__)
-        by_default_collate = any(frame.f_globals.get("__name__") in _DEFAULT_COLLATE for frame, _ in frames)
-        if by_default_collate or _OF_SIZES.search(str(error)):
-            column = list(samples)
-            # Shapes first, everywhere: they are the reason more often than dtypes.
-            found = _find(column, _kind) or _find(column, _format)
-            if found is not None:
-                add_note(error, _say(*found, names))
-                if by_default_collate:
-                    return
+        if _name_difference(error, samples, names):
+            return
     if names:
         more = f" and {len(names) - _MOST_NAMED:,} more" if len(names) > _MOST_NAMED else ""
         given = shorten(", ".join(names[:_MOST_NAMED]), _MOST_OF_NAMES)
         add_note(error, f"raised by collate_fn, given {given}{more}")
 
 
+def _name_difference(error: BaseException, samples: Any, names: list[str]) -> bool:
+    """Add a note on what differs if it is the reason, or may be; returns whether torch joined the samples."""
+    column, path, most = samples, "batch", 1
+    given = _given_to_default_collate(error)
+    if given is None:
+        if not _OF_SIZES.search(str(error)):
+            return False
+        most = 2
+    elif given is not samples:
+        column, path = given, "default_collate's batch"
+        names = _names_in(given, samples, names)
+    column = list(column)
+    # Shapes first, everywhere: they are the reason more often than dtypes.
+    found = list(islice(_find(column, _kind, path), most)) or list(islice(_find(column, _format, path), most))
+    # The program's own may well join what differs: of two such places either may be padded, say.
+    if len(found) == 1:
+        add_note(error, _say(*found[0], names))
+    return bool(found) and given is samples
+
+
+def _given_to_default_collate(error: BaseException) -> Any:
+    """The batch that torch's function was given, if that is what has raised; else None."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") in _DEFAULT_COLLATE and "batch" in frame.f_locals:
+            return frame.f_locals["batch"]
+    return None
+
+
+def _names_in(column: Any, samples: Any, names: list[str]) -> list[str]:
+    """The samples' names, if each item of a column is of its sample: a collate_fn may have sorted them."""
+    if len(column) == len(names) and all(map(_has, samples, column)):
+        return names
+    return [f"item {place}" for place in range(len(column))]
+
+
+def _has(sample: Any, item: Any) -> bool:
+    parts = sample.values() if isinstance(sample, Mapping) else sample
+    return item is sample or (isinstance(sample, Mapping | Sequence) and any(part is item for part in parts))
+
+
 def _find(
-    column: list[Any], describe: Callable[[Any], str], path: str = "batch", depth: int = _MOST_NESTED
-) -> tuple[str, list[str]] | None:
-    """The first place where the items of a column differ, with a description of each ("shape (3, 4)")."""
+    column: list[Any], describe: Callable[[Any], str], path: str, depth: int = _MOST_NESTED
+) -> Iterator[tuple[str, list[str]]]:
+    """The places where the items of a column differ, each with a description of each ("shape (3, 4)")."""
     first = column[0]
     if depth == 0 or isinstance(first, str | bytes):
-        return None  # strings are not joined, and anything may stand beside them
+        return  # strings are not joined, and anything may stand beside them
     kind: Any = next((kind for kind in (Mapping, Sequence) if isinstance(first, kind)), None)
     if kind is None:
         each = [describe(item) for item in column]
-        unjoinable = not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number)
-        return (path, each) if unjoinable or len(set(each)) > 1 else None
-    if not all(isinstance(item, kind) and not isinstance(item, str | bytes) for item in column):
-        return path, [_kind(item) for item in column]
-    if kind is Sequence and len(set(map(len, column))) > 1:
-        return path, [f"length {len(item)}" for item in column]
-    for key, place in _places(first):
-        if kind is Mapping and not all(key in item for item in column):
-            return path + place, ["a value" if key in item else "no value" for item in column]
-        found = _find([item[key] for item in column], describe, path + place, depth - 1)
-        if found is not None:
-            return found
-    return None
+        if len(set(each)) > 1 or not isinstance(first, torch.Tensor | np.ndarray | np.generic | Number):
+            yield path, each
+    elif not all(isinstance(item, kind) and not isinstance(item, str | bytes) for item in column):
+        yield path, [_kind(item) for item in column]
+    elif kind is Sequence and len(set(map(len, column))) > 1:
+        yield path, [f"length {len(item)}" for item in column]
+    else:
+        for key, place in _places(first):
+            if kind is Mapping and not all(key in item for item in column):
+                yield path + place, ["a value" if key in item else "no value" for item in column]
+            else:
+                yield from _find([item[key] for item in column], describe, path + place, depth - 1)
 
 
 def _places(container: Any) -> Iterator[tuple[Any, str]]:

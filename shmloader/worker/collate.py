@@ -104,12 +104,12 @@ def install_slot_collate(collate_fn: Callable[[Any], Any], *, in_thread: bool) -
     return slot_collate if collate_fn is default_collate else collate_fn
 
 
-def slot_collate(samples: list[Any]) -> Any:
+def slot_collate(batch: list[Any]) -> Any:
     """Join samples as torch's ``default_collate`` does, with placeholders for leaves written in the slot."""
     allocator = current_allocator()
     if allocator is None or not collate_map_is_pristine():
-        return default_collate(samples)
-    return _collate(samples, allocator)
+        return default_collate(batch)
+    return _collate(batch, allocator)
 
 
 def _collate(samples: Sequence[Any], allocator: SlotAllocator) -> Any:

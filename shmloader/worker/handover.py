@@ -26,7 +26,12 @@ from shmloader.memory.process_memory import private_nbytes
 from shmloader.store_hooks import hooks
 from shmloader.worker.epoch_settings import datasets_in, owners_in
 from shmloader.worker.heap import WarmHeap
-from shmloader.worker.random_state import Generators, global_states, set_global_states
+from shmloader.worker.random_state import (
+    Generators,
+    global_generators,
+    global_states,
+    set_global_states,
+)
 
 _PAUSE, _LEAST_PAUSE = 50, 4  # times as long passes until the next look as the last one took
 _MOST_PAUSE_NS = 250_000_000
@@ -96,9 +101,8 @@ class Handover:
         owners = owners_in(dataset, has_state)
         scalars = _scalars_of(dataset)
         before, self._scalars = self._scalars or scalars, scalars
-        for path, value in scalars.items():
-            if path in before and before[path] != value:
-                raise LoaderError(f"{path} has changed from {before[path]!r:.50} to {value!r:.50}. {_ADVICE}")
+        for path, was, value in _changes(before, scalars):
+            raise LoaderError(f"{path} has changed from {was!r:.50} to {value!r:.50}. {_ADVICE}")
         if thoroughly:
             for path, what in _states_in({"dataset": dataset, "collate_fn": collate_fn}, owners):
                 raise LoaderError(f"{path} is {what}. {_ADVICE}")
@@ -124,13 +128,12 @@ class Handover:
             return
         # Packed by this worker's predecessor.
         states, own_states, scalars, owned = pickle.loads(self._received[:total_nbytes])
-        for path, value in _scalars_of(dataset).items():
-            if scalars is not None and path in scalars and scalars[path] != value:
-                raise LoaderError(
-                    f"{path} is {value!r:.50} in a worker that replaces one in which it is "
-                    f"{scalars[path]!r:.50}: the program has changed its dataset since its workers were "
-                    "started. With worker_max_nbytes change it before iter(), without persistent_workers"
-                )
+        for path, was, value in _changes(scalars or {}, _scalars_of(dataset)):
+            raise LoaderError(
+                f"{path} is {value!r:.50} in a worker that replaces one in which it is {was!r:.50}: the "
+                "program has changed its dataset since its workers were started. With worker_max_nbytes "
+                "change it before iter(), without persistent_workers"
+            )
         for owner, state in zip(owners_in(dataset, has_state), owned, strict=True):
             owner.load_state_dict(state)
         self._generators.set_states(own_states)
@@ -149,9 +152,17 @@ def _scalars_of(dataset: Any) -> dict[str, Any]:
     return found
 
 
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Numbers and strings that differ from those before: path, value then, value now."""
+    for path, value in now.items():
+        was = before.get(path, value)
+        if was != value and repr(was) != repr(value):  # NaN differs from itself
+            yield path, was, value
+
+
 def _states_in(roots: dict[str, Any], owners: list[Any]) -> Iterator[tuple[str, str]]:
     """Random generators and iterators that objects hold: the path of attributes to each, and what it is."""
-    seen = {id(owner) for owner in owners}
+    seen = {id(one) for one in (*owners, *global_generators())}  # what is handed over
     todo = list(roots.items())
     for path, value in itertools.islice(todo, _MOST_OBJECTS):  # it grows meanwhile
         if isinstance(value, _LEAVES) or id(value) in seen:

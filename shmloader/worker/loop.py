@@ -22,7 +22,7 @@ from shmloader import torch_private
 from shmloader.codec import Encoded, Encoder
 from shmloader.codec.slot_allocator import SlotAllocator, set_current_allocator
 from shmloader.failures.bad_samples import Report
-from shmloader.failures.exceptions import capture, forget_frames
+from shmloader.failures.exceptions import capture, drop_notes, forget_frames
 from shmloader.indices.packed_indices import unpack_index_batch
 from shmloader.memory import Segment
 from shmloader.messages import shown
@@ -316,6 +316,9 @@ class Loop:
                 raise
             self._ended = True
             return None
+        except BaseException as error:
+            drop_notes(error, self._received_ns)
+            raise
         return self._placement.with_news(batch) if self._placement.has_news else batch
 
     def _report_on(self, error: BaseException, index_batch: Any) -> Report:

@@ -80,8 +80,14 @@ def sample_seeds(base_seed: int, epoch: int, seq: int, position: int) -> Seeds:
 GlobalStates = tuple[Any, Any, torch.Tensor]
 
 
+def global_generators() -> tuple[object, ...]:
+    """The global generators of ``random``, NumPy and torch (on the CPU)."""
+    methods: tuple[Any, ...] = random.getstate, np.random.get_state
+    return *(method.__self__ for method in methods), torch.default_generator
+
+
 def global_states() -> GlobalStates:
-    """The states of the global generators of ``random``, NumPy and torch (on the CPU)."""
+    """The states of `global_generators`."""
     return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()  # noqa: NPY002
 
 

@@ -103,6 +103,27 @@ def test_what_cannot_be_pickled_arrives_as_its_repr_and_the_rest_as_it_is() -> N
     assert arrived.fine == 7
 
 
+class Handle:
+    """It cannot be pickled, nor shown once it is closed."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("no pickle")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("closed")
+
+
+def test_what_cannot_be_shown_either_is_named_and_the_rest_arrives_as_it_is() -> None:
+    error: Any = ValueError("bad file", 7)
+    cause: Any = KeyError("name")
+    error.__cause__, error.path, error.handle, cause.handle = cause, "a.jpg", Handle(), Handle()
+    arrived = travel(error)
+    assert (type(arrived), arrived.args, arrived.path) == (ValueError, ("bad file", 7), "a.jpg")
+    assert (type(arrived.__cause__), arrived.__cause__.args) == (KeyError, ("name",))
+    for one in (arrived, arrived.__cause__):
+        assert one.handle == "<Handle, whose repr() raises RuntimeError>"
+
+
 def test_tensors_arrive_as_they_were() -> None:
     arrived = travel(tensor())
     assert arrived.args[1].tolist() == [0, 1, 2]
@@ -262,6 +283,29 @@ def test_the_stand_in_of_a_group_is_of_a_base_that_the_group_has() -> None:
 
 def test_memory_addresses_in_a_text_do_not_count() -> None:
     assert type(travel(ValueError(Plain(), "x"))) is ValueError
+
+
+def test_sets_keep_their_class_and_arguments_though_they_come_in_another_order() -> None:
+    for size in range(2, 60):
+        columns = {f"column {number * size}" for number in range(size)}
+        for made in (KeyError("missing columns", columns), Coded(columns), ValueError({size: [columns]})):
+            arrived = travel(made)
+            assert (type(arrived), arrived.args) == (type(made), made.args)
+
+
+class Told(ValueError):
+    """Its text is another one each time."""
+
+    told = 0
+
+    def __str__(self) -> str:
+        self.told += 1
+        return f"told {self.told} times"
+
+
+def test_an_exception_whose_text_is_never_the_same_arrives_as_itself() -> None:
+    arrived = travel(Told("a", 7))
+    assert (type(arrived), arrived.args) == (Told, ("a", 7))
 
 
 class OfTwoBuiltins(KeyError, AttributeError):

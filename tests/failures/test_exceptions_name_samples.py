@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from exception_kinds import FourNeeded
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from shmloader import DataLoader, SharedMemoryExhausted
@@ -66,6 +68,88 @@ def test_the_failing_sample_of_a_stream_is_named(at: int, size: int | None, work
     with pytest.raises(ValueError, match=r"^bad") as caught:
         list(DataLoader(FailingStream(at), batch_size=size, num_workers=workers))
     assert caught.value.__notes__[0] == f"raised by sample {at} of the stream, counted from 0"
+
+
+class FailsAlways(Dataset):
+    """All samples raise one object, as ``Future.result()`` does."""
+
+    error = ValueError("kept")
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        raise self.error
+
+
+class StreamsAgain(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        raise FailsAlways.error
+
+
+def raises_again(samples: Any) -> Any:
+    raise FailsAlways.error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "notes"),
+    [
+        (FailsAlways(), None, ["dataset[0]", "dataset[4]", "dataset[8]", "dataset[0]"]),
+        (StreamsAgain(), None, [f"sample {n} of the stream, counted from 0" for n in range(3)]),
+        (range(12), raises_again, [f"collate_fn, given dataset[{n}], " for n in (0, 4, 8, 0)]),
+    ],
+)
+def test_an_exception_that_is_raised_again_names_the_last_sample_only(
+    dataset: Any, collate: Any, notes: list[str], workers: int
+) -> None:
+    FailsAlways.error.__notes__ = ["the program's"]  # type: ignore[attr-defined]
+    loader = DataLoader(dataset, 4, num_workers=workers, collate_fn=collate, persistent_workers=workers > 0)
+    iterator = iter(loader)
+    for number, note in enumerate(notes):
+        if number == 3:
+            iterator = iter(loader)
+        with pytest.raises(ValueError, match="kept") as caught:
+            next(iterator)
+        programs, own, *of_worker = caught.value.__notes__
+        assert programs == "the program's"
+        assert own.startswith(f"raised by {note}")
+        assert len(of_worker) == workers
+    assert set(map(type, pickle.loads(pickle.dumps(caught.value)).__notes__)) == {str}
+
+
+class Loads(Dataset):
+    """Each sample is loaded, without workers."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(DataLoader(FailsAlways(), batch_size=1)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_inside_a_dataset_keeps_its_note(workers: int) -> None:
+    FailsAlways.error.__notes__ = []  # type: ignore[attr-defined]
+    iterator = iter(DataLoader(Loads(), 4, num_workers=workers))
+    for number in range(3):
+        with pytest.raises(ValueError, match="kept") as caught:
+            next(iterator)
+        expected = ["raised by dataset[0]", f"raised by dataset[{4 * number}]"]
+        assert caught.value.__notes__[:2] == expected
+        assert len(caught.value.__notes__) == 2 + workers
+
+
+def test_a_batch_that_is_made_again_and_raises_names_the_last_sample_only() -> None:
+    FailsAlways.error.__notes__ = []  # type: ignore[attr-defined]
+    loader = DataLoader(FailsAlways(), 4)
+    for number in range(2):
+        with pytest.raises(ValueError, match="kept") as caught:
+            loader.batch(0, number)
+        assert caught.value.__notes__ == [f"raised by dataset[{4 * number}]"]
 
 
 # --- samples that cannot be joined
@@ -199,6 +283,47 @@ def test_a_custom_collate_functions_error_names_its_samples_only(workers: int) -
     assert caught.value.__notes__[0].startswith("raised by collate_fn, given dataset[0], dataset[1], ")
     assert caught.value.__notes__[0].endswith("dataset[23] and 6 more")
     assert "cannot join" not in "".join(caught.value.__notes__)
+
+
+def padded(samples: list[Any]) -> Any:
+    tokens = pad_sequence([sample["tokens"] for sample in samples], batch_first=True)
+    return {"tokens": tokens, "label": default_collate([sample["label"] for sample in samples])}
+
+
+def padded_by_length(samples: list[Any]) -> Any:
+    return padded(sorted(samples, key=lambda sample: -len(sample["tokens"])))
+
+
+def padded_pairs(samples: list[Any]) -> Any:
+    return default_collate([{"pair": [0, sample["label"]]} for sample in samples[1:]])
+
+
+def padded_and_stacked(samples: list[Any]) -> Any:
+    return padded([sample | {"label": 0} for sample in samples]), torch.stack(
+        [one["image"] for one in samples]
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("collate", "said"),
+    [
+        (padded, "dataset[0] has a number, dataset[2] has type str at default_collate's batch"),
+        (padded_by_length, "item 0 has a number, item 1 has type str at default_collate's batch"),
+        (padded_pairs, "item 0 has a number, item 1 has type str at default_collate's batch['pair'][1]"),
+        (padded_and_stacked, None),
+    ],
+)
+def test_what_collate_fn_has_padded_is_not_blamed(collate: Any, said: str | None, workers: int) -> None:
+    samples = [
+        {"tokens": torch.ones(1 + n), "label": "a" if n == 2 else n, "image": torch.ones(1 + n // 2)}
+        for n in range(4)
+    ]
+    loader = DataLoader(Samples(samples), batch_size=4, collate_fn=collate, num_workers=workers)
+    error = error_of(lambda: next(iter(loader)))
+    given = "raised by collate_fn, given dataset[0], dataset[1], dataset[2], dataset[3]"
+    expected = [given] if said is None else [f"cannot join samples: {said}", given]
+    assert error.__notes__[: len(error.__notes__) - workers] == expected
 
 
 def test_a_streams_samples_are_named_by_their_positions() -> None:

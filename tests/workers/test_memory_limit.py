@@ -226,6 +226,26 @@ def test_what_is_no_state_is_not_refused() -> None:
     assert len(list(loader_of(dataset))) == 40
 
 
+@pytest.mark.parametrize("value", [float("nan"), np.float64("nan")])
+def test_a_number_that_is_none_has_not_changed(value: float) -> None:
+    """NaN as the value for what is missing: neither in a worker nor in one that replaces it."""
+    dataset = leaking.Around(Leaking(400, LEAK_NBYTES), value)
+    with loader_of(dataset) as loader:
+        assert len(list(loader)) == 200
+        assert loader.statistics().workers_renewed > 0
+
+
+def test_the_global_generators_are_handed_over() -> None:
+    held = [
+        random.uniform,
+        functools.partial(random.uniform, 0.8, 1.2),
+        np.random.uniform,
+        np.random.mtrand._rand,
+        torch.default_generator,
+    ]
+    assert len(list(loader_of(around(held)))) == 40
+
+
 class UsesCuda(Leaking):
     def __getitem__(self, index: int) -> Any:
         torch.cuda.is_initialized = lambda: True  # in this worker
