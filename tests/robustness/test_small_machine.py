@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from loading import Growing, Numbered
 
 import shmloader
@@ -14,8 +13,6 @@ from robustness.confined import FEW_DESCRIPTORS, NO_PROC, SMALL_SHM, memory_cgro
 from robustness.datasets import Dicts, first_indices
 from robustness.processes import ENVIRONMENT, TESTS, descriptors, mappings, python
 from shmloader import DataLoader
-from shmloader.codec.slot_allocator import SlotAllocator
-from shmloader.memory import Extent, Segment
 
 MIB = 1 << 20
 
@@ -425,51 +422,6 @@ def test_a_loader_goes_on_while_the_program_has_every_descriptor() -> None:
                 os.close(fd)
     assert [batch.shape for batch in kept] == [(1, size) for size in sizes]
     assert all((batch == index).all() for index, batch in enumerate(kept))
-
-
-# The worker's side of a slot alone.
-
-
-class _NoAddressSpace(Segment):
-    """Cannot map more than ``most_nbytes`` at once."""
-
-    most_nbytes = 0
-
-    def map(self, slot: int, nbytes: int) -> Extent:
-        if nbytes > self.most_nbytes:
-            raise shmloader.SharedMemoryExhausted("no address space", needed_nbytes=nbytes)
-        return super().map(slot, nbytes)
-
-
-def test_an_allocator_that_cannot_map_its_slot_maps_what_it_can() -> None:
-    segment = _NoAddressSpace()
-    segment.most_nbytes = 3 << 16
-    segment.reserve(0, 0, 1 << 20)
-    allocator = SlotAllocator(segment)
-    allocator.begin(0, 1 << 20, 1 << 22)
-    assert allocator.nbytes == len(allocator.view()) == 1 << 17
-    assert allocator.tensor((1 << 17,), torch.uint8) is not None
-    assert allocator.tensor((1,), torch.uint8) is None
-    assert not allocator.ensure(1 << 20)
-    with pytest.raises(shmloader.SharedMemoryExhausted, match="index batch of 262,144 bytes"):
-        allocator.read(1 << 18)
-    allocator.release()
-    segment.close()
-
-
-def test_an_allocator_that_cannot_map_what_it_reserved_gives_it_back() -> None:
-    segment = _NoAddressSpace()
-    segment.most_nbytes = 1 << 16
-    nbytes = segment.reserve(0, 0, 1 << 16)
-    allocator = SlotAllocator(segment)
-    allocator.begin(0, nbytes, 1 << 24)
-    allocator.view()[:] = b"\x07" * nbytes
-    assert not allocator.ensure(1 << 22)
-    assert allocator.nbytes == nbytes
-    assert os.fstat(segment._descriptor.fd).st_blocks * 512 == nbytes
-    assert bytes(allocator.view()) == b"\x07" * nbytes
-    allocator.release()
-    segment.close()
 
 
 def test_a_worker_that_the_kernel_kills_for_memory_is_told_so_with_figures() -> None:

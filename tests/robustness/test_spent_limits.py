@@ -1,12 +1,16 @@
 """A program that has spent its descriptors or its memory: errors and warnings, and the loader goes on."""
 
+import os
 import resource
 
 import pytest
 import torch
 
+import shmloader
 from robustness.processes import python
 from shmloader import DataLoader
+from shmloader.codec.slot_allocator import SlotAllocator
+from shmloader.memory import Extent, Segment
 
 SPENT = """
     import os, resource, signal, sys, warnings
@@ -112,3 +116,48 @@ def test_a_main_process_without_memory_for_pieces_gets_an_error_in_the_place_of_
         print(got, [int(batch[0]) for batch in loader])
         """
     assert python(code).strip() == "[0, 1, 'error', 3, 4, 5, 6, 7] [0, 1, 2, 3, 4, 5, 6, 7]"
+
+
+# The worker's side of a slot alone.
+
+
+class _NoAddressSpace(Segment):
+    """Cannot map more than ``most_nbytes`` at once."""
+
+    most_nbytes = 0
+
+    def map(self, slot: int, nbytes: int, *, private: bool = False, fills: bool = False) -> Extent:
+        if nbytes > self.most_nbytes:
+            raise shmloader.SharedMemoryExhausted("no address space", needed_nbytes=nbytes)
+        return super().map(slot, nbytes, private=private, fills=fills)
+
+
+def test_an_allocator_that_cannot_map_its_slot_maps_what_it_can() -> None:
+    segment = _NoAddressSpace()
+    segment.most_nbytes = 3 << 16
+    segment.reserve(0, 0, 1 << 20)
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, 1 << 20, 1 << 22)
+    assert allocator.nbytes == len(allocator.view()) == 1 << 17
+    assert allocator.tensor((1 << 17,), torch.uint8) is not None
+    assert allocator.tensor((1,), torch.uint8) is None
+    assert not allocator.ensure(1 << 20)
+    with pytest.raises(shmloader.SharedMemoryExhausted, match="index batch of 262,144 bytes"):
+        allocator.read(1 << 18)
+    allocator.release()
+    segment.close()
+
+
+def test_an_allocator_that_cannot_map_what_it_reserved_gives_it_back() -> None:
+    segment = _NoAddressSpace()
+    segment.most_nbytes = 1 << 16
+    nbytes = segment.reserve(0, 0, 1 << 16)
+    allocator = SlotAllocator(segment)
+    allocator.begin(0, nbytes, 1 << 24)
+    allocator.view()[:] = b"\x07" * nbytes
+    assert not allocator.ensure(1 << 22)
+    assert allocator.nbytes == nbytes
+    assert os.fstat(segment._descriptor.fd).st_blocks * 512 == nbytes
+    assert bytes(allocator.view()) == b"\x07" * nbytes
+    allocator.release()
+    segment.close()
