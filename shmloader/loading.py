@@ -28,7 +28,14 @@ from shmloader.resume.states import States
 from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_in_effect, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing, worker_pids
+from shmloader.torch_private import (
+    BaseIterator,
+    drop_iterator,
+    iterator_of,
+    unavailable,
+    why_missing,
+    worker_pids,
+)
 from shmloader.worker.dataset_setup import setup_methods_of
 from shmloader.worker.epoch_settings import EpochCall, datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -52,6 +59,7 @@ class Loading:
     Attributes:
         loader: Returns the loader.
         iterators: Those that live.
+        persistent: Returns the iterator that was made last of those that loaders keep from epoch to epoch.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
     """
@@ -60,6 +68,7 @@ class Loading:
     counters: Counters = field(default_factory=Counters)
     iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
+    persistent: Callable[[], SlotIterator | None] = lambda: None
     closes: int = 0
     states: States = field(default_factory=States)
     owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
@@ -78,11 +87,11 @@ class Loading:
     def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
         """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left."""
         loader = self.loader()
-        iterator, loaded = iterator_of(loader), _loaded_state(loader)
-        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
-            iterator.close("load_state_dict() was called, and a new iterator goes on from there")
+        kept, loaded = self._kept(), _loaded_state(loader)
+        if kept is not None and (kept.closed or loaded is not None):
+            kept.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
-        elif isinstance(iterator, SlotIterator) and not self.advised:
+        elif kept is not None and not self.advised:
             self._warn_of_set_epoch()
         self.counters.of(ReportCounts).warn(loader.on_error)
         self._check_epoch(loaded)
@@ -135,6 +144,8 @@ class Loading:
         if isinstance(iterator, InProcessIterator):
             return iterator
         self.iterators.add(iterator)
+        if settings.persistent_workers:
+            self.persistent = weakref.ref(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
             raise LoaderClosed("the loader was closed while its workers were being started")
@@ -144,13 +155,21 @@ class Loading:
         """The iterators that live now."""
         return _members(self.iterators)
 
+    def _kept(self) -> SlotIterator | None:
+        """Our iterator among those that loaders keep; a subclass may have wrapped it, as PyG's do."""
+        kept = iterator_of(self.loader())
+        if kept is None or isinstance(kept, BaseIterator):
+            return kept if isinstance(kept, SlotIterator) else None
+        return self.persistent()
+
     def close(self, *, warn: bool = True) -> None:
         """Stop all workers of a loader and free its slots; warn of bad samples."""
         loader = self.loader()
         self.closes += 1
         for iterator in self.live():
             iterator.close("loader.close() was called")
-        drop_iterator(loader)  # torch's own ends its workers when it dies
+        if self._kept() is not None or isinstance(iterator_of(loader), BaseIterator):
+            drop_iterator(loader)  # torch's own ends its workers when it dies
         if warn:
             self.counters.of(ReportCounts).warn(loader.on_error)
 
@@ -179,7 +198,7 @@ class Loading:
         for iterator in self.live():
             iterator.set_epoch(call, self.told)
         self.told = call
-        if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
+        if loader.persistent_workers and iterator_of(loader) is not None and self._kept() is None:
             warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
 
     def _warn_of_set_epoch(self) -> None:
@@ -383,7 +402,8 @@ def profile_each(profile: Callable[[Loading], None]) -> None:
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    Frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's iterators.
+    Frameworks copy ``__dict__`` from loader to loader, and a copy must neither close the original's iterators
+    nor begin epochs with them, which are the original's then: it starts workers of its own.
     """
     try:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
@@ -392,5 +412,7 @@ def loading_of(loader: Any) -> Loading:
     if loading is None:  # in one step: two threads may be here
         loading = vars(loader).setdefault("_shmloader_loading", _new_loading(loader))
     if loading is None or loading.loader() is not loader:  # pickled (see `__reduce__`), or copied
+        if loading is not None and loading.iterators:
+            drop_iterator(loader)
         loading = loader._shmloader_loading = _new_loading(loader)  # noqa: SLF001
     return loading

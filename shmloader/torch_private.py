@@ -122,8 +122,7 @@ def iterator_of(loader: Any) -> Any:
 
 def drop_iterator(loader: Any) -> None:
     """Let a loader forget the iterator that it keeps, so that it begins its next epoch with a new one."""
-    if isinstance(iterator_of(loader), BaseIterator):
-        loader._iterator = None
+    loader._iterator = None
 
 
 def worker_pids(iterator: Any) -> list[int]:
