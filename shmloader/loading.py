@@ -66,7 +66,7 @@ class Loading:
 
     loader: Callable[[], Any]
     counters: Counters = field(default_factory=Counters)
-    iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
+    iterators: weakref.WeakSet[SlotIterator | InProcessIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
     persistent: Callable[[], SlotIterator | None] = lambda: None
     closes: int = 0
@@ -141,19 +141,17 @@ class Loading:
             else:
                 iterator = InProcessIterator(loader, one_pass, self.counters)
             vars(loader).pop(_LOADED, None)  # if that has failed, the next attempt begins there again
-        if isinstance(iterator, InProcessIterator):
-            return iterator
         self.iterators.add(iterator)
-        if settings.persistent_workers:
+        if settings.persistent_workers and isinstance(iterator, SlotIterator):
             self.persistent = weakref.ref(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
-            raise LoaderClosed("the loader was closed while its workers were being started")
+            raise LoaderClosed("the loader was closed while this iterator was being made")
         return iterator
 
     def live(self) -> list[SlotIterator]:
-        """The iterators that live now."""
-        return _members(self.iterators)
+        """The iterators with workers that live now."""
+        return [iterator for iterator in _members(self.iterators) if isinstance(iterator, SlotIterator)]
 
     def _kept(self) -> SlotIterator | None:
         """Our iterator among those that loaders keep; a subclass may have wrapped it, as PyG's do."""
@@ -163,10 +161,10 @@ class Loading:
         return self.persistent()
 
     def close(self, *, warn: bool = True) -> None:
-        """Stop all workers of a loader and free its slots; warn of bad samples."""
+        """End all passes over a loader, stop its workers and free its slots; warn of bad samples."""
         loader = self.loader()
         self.closes += 1
-        for iterator in self.live():
+        for iterator in _members(self.iterators):
             iterator.close("loader.close() was called")
         if self._kept() is not None or isinstance(iterator_of(loader), BaseIterator):
             drop_iterator(loader)  # torch's own ends its workers when it dies
