@@ -25,7 +25,7 @@ from shmloader.order.auto import Auto, auto_for
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.readers import Followed
 from shmloader.resume.states import States
-from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_in_effect, options_asked_for
+from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_of, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import (
@@ -48,11 +48,11 @@ _LOADED = "_shmloader_loaded_state"
 
 _SLOTS = "loading through shared-memory slots"
 
-_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders that were given a state."""
+_waiting: weakref.WeakSet[Loading] = weakref.WeakSet()
+"""Those of loaders that were given a state: loaders themselves may have no hash."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Loading:
     """The state of one loader, which copies of the loader do not share.
 
@@ -74,6 +74,7 @@ class Loading:
     owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
     told: EpochCall | None = None  # the last call of their ``set_epoch()``
     advised: bool = False  # whether it was looked for datasets that are not told of epochs
+    has_shared: bool = False  # whether its dataset was shared, under `install`
     processor_before: ProcessorUse | None = None  # used before its first workers started
 
     def __post_init__(self) -> None:
@@ -93,7 +94,7 @@ class Loading:
             drop_iterator(loader)
         elif kept is not None and not self.advised:
             self._warn_of_set_epoch()
-        self.counters.of(ReportCounts).warn(loader.on_error)
+        self.counters.of(ReportCounts).warn(option_of(loader, "on_error"))
         self._check_epoch(loaded)
         iterator, replay = _delivered(loader, torchs_iter()), self.counters.replay
         return iterator if replay is None else replay(iterator, length_of(loader))
@@ -169,7 +170,7 @@ class Loading:
         if self._kept() is not None or isinstance(iterator_of(loader), BaseIterator):
             drop_iterator(loader)  # torch's own ends its workers when it dies
         if warn:
-            self.counters.of(ReportCounts).warn(loader.on_error)
+            self.counters.of(ReportCounts).warn(option_of(loader, "on_error"))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
@@ -204,7 +205,7 @@ class Loading:
         self.advised, loader = True, self.loader()
         found = datasets_in(loader.dataset) if self.states.last_set_epoch is None else []
         kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
-        if loader.worker_type == THREAD:  # which share one object of another class
+        if option_of(loader, "worker_type") == THREAD:  # which share one object of another class
             kinds = [kind for kind in kinds if issubclass(kind, Dataset) and not hasattr(kind, "__copy__")]
         for kind in kinds[:1]:
             warn(
@@ -257,7 +258,7 @@ class Loading:
             check_resumable(loader.dataset, loader.num_workers)
             its_own = getattr(loader, "set_epoch", self.set_epoch)
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
-            _waiting.add(loader)
+            _waiting.add(self)
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
@@ -308,8 +309,8 @@ def _must_load_as_torch(loader: Any) -> bool:
     if not why:
         return False
     text = f"{why} The loader loads as torch's DataLoader does, and the batches are the same."
-    if loader.shard == AUTO:
-        raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
+    if option_of(loader, "shard") == AUTO:
+        raise NotImplementedError(f"{text} It does not divide streams as shard={AUTO!r} asks for.")
     if ignored := options_asked_for(loader) + setup_methods_of(loader.dataset):
         text += f" Without effect: {', '.join(ignored)}."
     warn_once(text)
@@ -352,8 +353,8 @@ def _members(weak: weakref.WeakSet[Any]) -> list[Any]:
 
 def _warn_of_another(loader: Any) -> None:
     """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
-    for other in _members(_waiting):
-        if other.dataset is loader.dataset and _loaded_state(other) is not None:
+    for other in [loading.loader() for loading in _members(_waiting)]:
+        if other is not None and other.dataset is loader.dataset and _loaded_state(other) is not None:
             warn(
                 "load_state_dict() was called on another loader of this dataset, which was not iterated over "
                 "since; this loader begins its epoch at the beginning. If it was made from that one (by "
@@ -383,8 +384,8 @@ imported_when_used: dict[str, Callable[[Any], Any]] = {}
 
 
 def _new_loading(loader: Any) -> Loading:
-    shared_by = option_in_effect("shared_by", getattr(loader, "shared_by", None))
-    loading: Loading = imported_when_used.get(shared_by, Loading)(weakref.ref(loader))
+    kind = imported_when_used.get(option_of(loader, "shared_by"), Loading)
+    loading: Loading = kind(weakref.ref(loader))
     return loading
 
 
