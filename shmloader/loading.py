@@ -260,6 +260,11 @@ class Loading:
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
             _waiting.add(self)
 
+    def begin_to_share(self) -> bool:
+        """Whether `install` is to share the dataset now: once."""
+        before, self.has_shared = self.has_shared, True
+        return not before
+
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
         iterators = self.live()

@@ -208,9 +208,8 @@ def _warn_of_options(loader: Any) -> None:
 
 def _share_dataset(loader: Any) -> None:
     """Share the dataset of a loader in place, before its first workers start."""
-    loading = loading_of(loader)
-    if loader.share_dataset and loader.num_workers and not loading.has_shared and why_unavailable() is None:
-        loading.has_shared = True
+    asked = loader.share_dataset and loader.num_workers and why_unavailable() is None
+    if asked and loading_of(loader).begin_to_share():
         vars(loader)["dataset"] = hooks.share_dataset(loader.dataset)  # torch refuses to have it set
 
 
