@@ -25,9 +25,11 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
     """Give a subclass whose ``__init__`` takes ``**kwargs`` a signature that lists the loader's own options.
 
     Lightning builds a loader anew from those attributes that the signature lists. Where there is ``**kwargs``
-    it adds the arguments of torch's loader, and no others. An ``__init__`` that was inherited is left alone.
+    it adds the arguments of torch's loader, and no others. An ``__init__`` that was inherited is left alone,
+    and looked up when it is called: a subclass with another base may have one that comes before.
     """
     init: Any = kind.__init__  # type: ignore[misc]
+    is_own = "__init__" in vars(kind)
     try:
         parameters = inspect.signature(init).parameters
     except ValueError:  # a compiled __init__ that does not say
@@ -39,7 +41,10 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        init(self, *args, **kwargs)
+        if is_own:
+            init(self, *args, **kwargs)
+        else:
+            super(kind, self).__init__(*args, **kwargs)  # type: ignore[arg-type]
 
     __init__.__signature__ = inspect.Signature([*listed[:-1], *added, listed[-1]])  # type: ignore[attr-defined]
     kind.__init__ = __init__  # type: ignore[misc]

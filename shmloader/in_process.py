@@ -16,6 +16,7 @@ from shmloader.failures.exceptions import drop_notes
 from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import Run, pack_index_batch
 from shmloader.indices.samplers import epoch_of, generator_states, states_if_drawn
+from shmloader.interrupts import cannot_go_on
 from shmloader.memory.segment import OwnDescriptor
 from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
@@ -33,6 +34,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
     """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
     _ready: OwnDescriptor | None = None  # of `fileno`, once that was called
+    _closed_because = ""
 
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
         # Not torch's own constructor: its fetcher would begin to iterate over the dataset.
@@ -55,6 +57,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._counters = counters
         counters.begin_epoch()
         self._on_error: str = settings.on_error
+        self._calls: list[None] = []  # that make a batch now
         self._stream = one_pass.stream
         if self._stream is not None:
             shared_seed = self._stream.share_seed(self._shared_seed)
@@ -85,11 +88,20 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._behind = set(self._progress.behind)
         self._position = self._progress.taken - 1  # of the last batch that was asked for
 
-    def __del__(self) -> None:
+    def close(self, because: str) -> None:
+        """End the pass; while calls of other threads make a batch, the last of them does that."""
+        self._closed_because = because  # before the look: calls look in the other order
+        if not self._calls:
+            self._end()
+
+    def _end(self) -> None:
         # First the stream ends: its ``finally`` blocks may need what was set up. `__init__` may have raised.
         own = vars(self)
         own.pop("_dataset_fetcher", None)
         own.get("_end_setup", lambda: None)()
+
+    def __del__(self) -> None:
+        self._end()
 
     def __repr__(self) -> str:
         returned = vars(self).get("_num_yielded", 0)  # `__init__` may have raised
@@ -124,6 +136,17 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
 
     @torch_private.never_compiled
     def _next_data(self) -> Any:
+        self._calls.append(None)
+        try:
+            if self._closed_because:  # as with workers, an epoch that is over stays so
+                raise StopIteration if self._progress.finished else cannot_go_on(self._closed_because)
+            return self._make_next()
+        finally:
+            self._calls.pop()
+            if self._closed_because and not self._calls:
+                self._end()
+
+    def _make_next(self) -> Any:
         began_ns = time.perf_counter_ns()
         if self._recorder is not None:
             self._recorder.begin_next(0)

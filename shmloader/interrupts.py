@@ -190,6 +190,11 @@ def is_led_to_by_close(error: BaseException, interrupted: bool) -> bool:
     return interrupted and isinstance(error, kinds) and not isinstance(error, Occupied)
 
 
+def cannot_go_on(because: str) -> LoaderClosed:
+    """The exception for a call of an iterator that was closed before."""
+    return LoaderClosed(f"this iterator cannot go on: {because}. Call iter(loader) for a new one.")
+
+
 def closed_meanwhile(because: str) -> BaseException:
     """The exception for a call whose iterator was closed meanwhile; ends a thread that is cut off."""
     if _is_cut_off():

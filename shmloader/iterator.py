@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from shmloader import interrupts, torch_private
 from shmloader.codec import Decoder
-from shmloader.errors import LoaderClosed, LoaderError, NotReady, SpillWarning, warn
+from shmloader.errors import LoaderError, NotReady, SpillWarning, warn
 from shmloader.exchange.exchange import Exchange
 from shmloader.failures.bad_samples import LEFT_OUT, Report, ReportCounts
 from shmloader.failures.exceptions import restore
@@ -405,8 +405,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def _check_open(self) -> None:
         if not self._all_workers.workers:
-            why = f"{self._all_workers.closed_because}. Call iter(loader) for a new one."
-            raise self._lifecycle.expect(LoaderClosed(f"this iterator cannot go on: {why}"))
+            raise self._lifecycle.expect(interrupts.cannot_go_on(self._all_workers.closed_because))
 
     @property
     def closed(self) -> bool:

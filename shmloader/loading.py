@@ -25,10 +25,17 @@ from shmloader.order.auto import Auto, auto_for
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.readers import Followed
 from shmloader.resume.states import States
-from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_in_effect, options_asked_for
+from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_of, options_asked_for
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
-from shmloader.torch_private import drop_iterator, iterator_of, unavailable, why_missing, worker_pids
+from shmloader.torch_private import (
+    BaseIterator,
+    drop_iterator,
+    iterator_of,
+    unavailable,
+    why_missing,
+    worker_pids,
+)
 from shmloader.worker.dataset_setup import setup_methods_of
 from shmloader.worker.epoch_settings import EpochCall, datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -41,30 +48,33 @@ _LOADED = "_shmloader_loaded_state"
 
 _SLOTS = "loading through shared-memory slots"
 
-_waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Loaders that were given a state."""
+_waiting: weakref.WeakSet[Loading] = weakref.WeakSet()
+"""Those of loaders that were given a state: loaders themselves may have no hash."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Loading:
     """The state of one loader, which copies of the loader do not share.
 
     Attributes:
         loader: Returns the loader.
         iterators: Those that live.
+        persistent: Returns the iterator that was made last of those that loaders keep from epoch to epoch.
         auto: Decides for ``num_workers="auto"`` and ``prefetch_factor="auto"``; None without either.
         closes: How often the loader was closed.
     """
 
     loader: Callable[[], Any]
     counters: Counters = field(default_factory=Counters)
-    iterators: weakref.WeakSet[SlotIterator] = field(default_factory=weakref.WeakSet)
+    iterators: weakref.WeakSet[SlotIterator | InProcessIterator] = field(default_factory=weakref.WeakSet)
     auto: Auto | None = None
+    persistent: Callable[[], SlotIterator | None] = lambda: None
     closes: int = 0
     states: States = field(default_factory=States)
     owners: list[Any] | None = None  # datasets to be told of epochs; None before they are looked for
     told: EpochCall | None = None  # the last call of their ``set_epoch()``
     advised: bool = False  # whether it was looked for datasets that are not told of epochs
+    has_shared: bool = False  # whether its dataset was shared, under `install`
     processor_before: ProcessorUse | None = None  # used before its first workers started
 
     def __post_init__(self) -> None:
@@ -78,13 +88,13 @@ class Loading:
     def iterate(self, torchs_iter: Callable[[], Any]) -> Any:
         """The iterator of a new pass over a loader; first warns of bad samples in an epoch that was left."""
         loader = self.loader()
-        iterator, loaded = iterator_of(loader), _loaded_state(loader)
-        if isinstance(iterator, SlotIterator) and (iterator.closed or loaded is not None):
-            iterator.close("load_state_dict() was called, and a new iterator goes on from there")
+        kept, loaded = self._kept(), _loaded_state(loader)
+        if kept is not None and (kept.closed or loaded is not None):
+            kept.close("load_state_dict() was called, and a new iterator goes on from there")
             drop_iterator(loader)
-        elif isinstance(iterator, SlotIterator) and not self.advised:
+        elif kept is not None and not self.advised:
             self._warn_of_set_epoch()
-        self.counters.of(ReportCounts).warn(loader.on_error)
+        self.counters.of(ReportCounts).warn(option_of(loader, "on_error"))
         self._check_epoch(loaded)
         iterator, replay = _delivered(loader, torchs_iter()), self.counters.replay
         return iterator if replay is None else replay(iterator, length_of(loader))
@@ -132,27 +142,35 @@ class Loading:
             else:
                 iterator = InProcessIterator(loader, one_pass, self.counters)
             vars(loader).pop(_LOADED, None)  # if that has failed, the next attempt begins there again
-        if isinstance(iterator, InProcessIterator):
-            return iterator
         self.iterators.add(iterator)
+        if settings.persistent_workers and isinstance(iterator, SlotIterator):
+            self.persistent = weakref.ref(iterator)
         if self.closes != closes:  # by another thread, or by the sampler
             iterator.close("loader.close() was called")
-            raise LoaderClosed("the loader was closed while its workers were being started")
+            raise LoaderClosed("the loader was closed while this iterator was being made")
         return iterator
 
     def live(self) -> list[SlotIterator]:
-        """The iterators that live now."""
-        return _members(self.iterators)
+        """The iterators with workers that live now."""
+        return [iterator for iterator in _members(self.iterators) if isinstance(iterator, SlotIterator)]
+
+    def _kept(self) -> SlotIterator | None:
+        """Our iterator among those that loaders keep; a subclass may have wrapped it, as PyG's do."""
+        kept = iterator_of(self.loader())
+        if kept is None or isinstance(kept, BaseIterator):
+            return kept if isinstance(kept, SlotIterator) else None
+        return self.persistent()
 
     def close(self, *, warn: bool = True) -> None:
-        """Stop all workers of a loader and free its slots; warn of bad samples."""
+        """End all passes over a loader, stop its workers and free its slots; warn of bad samples."""
         loader = self.loader()
         self.closes += 1
-        for iterator in self.live():
+        for iterator in _members(self.iterators):
             iterator.close("loader.close() was called")
-        drop_iterator(loader)  # torch's own ends its workers when it dies
+        if self._kept() is not None or isinstance(iterator_of(loader), BaseIterator):
+            drop_iterator(loader)  # torch's own ends its workers when it dies
         if warn:
-            self.counters.of(ReportCounts).warn(loader.on_error)
+            self.counters.of(ReportCounts).warn(option_of(loader, "on_error"))
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the number of the next epoch to the sampler or batch sampler, and to the dataset."""
@@ -179,7 +197,7 @@ class Loading:
         for iterator in self.live():
             iterator.set_epoch(call, self.told)
         self.told = call
-        if loader.persistent_workers and not isinstance(iterator_of(loader), SlotIterator | None):
+        if loader.persistent_workers and iterator_of(loader) is not None and self._kept() is None:
             warn("set_epoch() does not reach these persistent workers: they are torch's own", UserWarning)
 
     def _warn_of_set_epoch(self) -> None:
@@ -187,7 +205,7 @@ class Loading:
         self.advised, loader = True, self.loader()
         found = datasets_in(loader.dataset) if self.states.last_set_epoch is None else []
         kinds = [kind for kind in map(type, found) if hasattr(kind, "set_epoch")]
-        if loader.worker_type == THREAD:  # which share one object of another class
+        if option_of(loader, "worker_type") == THREAD:  # which share one object of another class
             kinds = [kind for kind in kinds if issubclass(kind, Dataset) and not hasattr(kind, "__copy__")]
         for kind in kinds[:1]:
             warn(
@@ -240,7 +258,12 @@ class Loading:
             check_resumable(loader.dataset, loader.num_workers)
             its_own = getattr(loader, "set_epoch", self.set_epoch)
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
-            _waiting.add(loader)
+            _waiting.add(self)
+
+    def begin_to_share(self) -> bool:
+        """Whether `install` is to share the dataset now: once."""
+        before, self.has_shared = self.has_shared, True
+        return not before
 
     def statistics(self) -> LoaderStatistics:
         """Counters of the loader's life so far, and the slots that it holds now."""
@@ -291,8 +314,8 @@ def _must_load_as_torch(loader: Any) -> bool:
     if not why:
         return False
     text = f"{why} The loader loads as torch's DataLoader does, and the batches are the same."
-    if loader.shard == AUTO:
-        raise NotImplementedError(f"{text} It does not divide streams as shard={loader.shard!r} asks for.")
+    if option_of(loader, "shard") == AUTO:
+        raise NotImplementedError(f"{text} It does not divide streams as shard={AUTO!r} asks for.")
     if ignored := options_asked_for(loader) + setup_methods_of(loader.dataset):
         text += f" Without effect: {', '.join(ignored)}."
     warn_once(text)
@@ -335,8 +358,8 @@ def _members(weak: weakref.WeakSet[Any]) -> list[Any]:
 
 def _warn_of_another(loader: Any) -> None:
     """Warn if a loader begins its first epoch while a state waits in another loader of the same dataset."""
-    for other in _members(_waiting):
-        if other.dataset is loader.dataset and _loaded_state(other) is not None:
+    for other in [loading.loader() for loading in _members(_waiting)]:
+        if other is not None and other.dataset is loader.dataset and _loaded_state(other) is not None:
             warn(
                 "load_state_dict() was called on another loader of this dataset, which was not iterated over "
                 "since; this loader begins its epoch at the beginning. If it was made from that one (by "
@@ -366,8 +389,8 @@ imported_when_used: dict[str, Callable[[Any], Any]] = {}
 
 
 def _new_loading(loader: Any) -> Loading:
-    shared_by = option_in_effect("shared_by", getattr(loader, "shared_by", None))
-    loading: Loading = imported_when_used.get(shared_by, Loading)(weakref.ref(loader))
+    kind = imported_when_used.get(option_of(loader, "shared_by"), Loading)
+    loading: Loading = kind(weakref.ref(loader))
     return loading
 
 
@@ -383,7 +406,8 @@ def profile_each(profile: Callable[[Loading], None]) -> None:
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    Frameworks copy ``__dict__`` from loader to loader, and a copy must not close the original's iterators.
+    Frameworks copy ``__dict__`` from loader to loader, and a copy must neither close the original's iterators
+    nor begin epochs with them, which are the original's then: it starts workers of its own.
     """
     try:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
@@ -392,5 +416,7 @@ def loading_of(loader: Any) -> Loading:
     if loading is None:  # in one step: two threads may be here
         loading = vars(loader).setdefault("_shmloader_loading", _new_loading(loader))
     if loading is None or loading.loader() is not loader:  # pickled (see `__reduce__`), or copied
+        if loading is not None and loading.iterators:
+            drop_iterator(loader)
         loading = loader._shmloader_loading = _new_loading(loader)  # noqa: SLF001
     return loading

@@ -118,8 +118,7 @@ class Settings:
     def of(cls, loader: Any) -> Self:
         """The settings of a loader's attributes now; `TypeError` for counts that are not whole."""
         read = {name: getattr(loader, name) for name in _TORCHS}
-        for name, default in OWN_DEFAULTS.items():  # a subclass may have attributes of these names
-            read[name] = option_in_effect(name, getattr(loader, name, default))
+        read |= {name: option_of(loader, name) for name in OWN_DEFAULTS}
         if isinstance(read["num_workers"], AutoCount):
             read["dispatch"] = DYNAMIC
         for name in ("num_workers", "prefetch_factor"):
@@ -218,10 +217,15 @@ def option_in_effect(name: str, value: Any) -> Any:
     return OWN_DEFAULTS[name] if words and not (isinstance(value, str) and value in words) else value
 
 
+def option_of(loader: Any, name: str) -> Any:
+    """The value of a loader's own option now; the default for one that was made of a loader of torch's."""
+    return option_in_effect(name, getattr(loader, name, OWN_DEFAULTS[name]))
+
+
 def options_asked_for(loader: Any) -> list[str]:
     """The options in use that torch's loader lacks, as ``name=value``."""
     counts = {name: getattr(loader, name) for name in ("num_workers", "prefetch_factor")}
-    own = {name: getattr(loader, name) for name in OWN_DEFAULTS}
+    own = {name: option_of(loader, name) for name in OWN_DEFAULTS}
     automatic = [f"{name}='auto' (it is {n})" for name, n in counts.items() if isinstance(n, AutoCount)]
     return automatic + [f"{name}={value!r}" for name, value in own.items() if value != OWN_DEFAULTS[name]]
 

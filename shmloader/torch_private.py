@@ -22,6 +22,8 @@ import torch
 import torch.utils.data
 from torch.autograd import profiler
 
+from shmloader.patches import Patches
+
 _missing: list[str] = []  # reasons
 _missing_for_datapipes: list[str] = []
 
@@ -122,8 +124,7 @@ def iterator_of(loader: Any) -> Any:
 
 def drop_iterator(loader: Any) -> None:
     """Let a loader forget the iterator that it keeps, so that it begins its next epoch with a new one."""
-    if isinstance(iterator_of(loader), BaseIterator):
-        loader._iterator = None
+    loader._iterator = None
 
 
 def worker_pids(iterator: Any) -> list[int]:
@@ -246,6 +247,18 @@ def move_to_private_memory(storage: Any) -> Any:
     except AttributeError:
         return None
     return private
+
+
+def before_sharing(call: Callable[[Any], None]) -> None:
+    """Have a function called with each storage that is about to get memory that processes share."""
+
+    def sharing(share: Callable[..., Any], storage: Any, *args: Any, **kwargs: Any) -> Any:
+        call(storage)
+        return share(storage, *args, **kwargs)
+
+    for name in ("_share_fd_cpu_", "_share_filename_cpu_"):  # for torch's queues and ``share_memory_()``
+        if hasattr(torch.UntypedStorage, name):
+            Patches().wrap(torch.UntypedStorage, name, sharing)
 
 
 # --- which worker this is

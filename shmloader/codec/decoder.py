@@ -7,24 +7,26 @@ import io
 import math
 import operator
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from shmloader.codec.anchors import LEAST_NOTED, Anchor, forget_dead, keep_when_shared, noted
 from shmloader.codec.layout import DTYPES, Leaf, rows_of, table_of, unpack_head, unpack_table
 from shmloader.codec.leaves import with_strides, wrapper_of
 
 _MOST_KNOWN = 256
 _MOST_HEADER_NBYTES = 1 << 12  # longer headers hold data and do not repeat
 _MOST_COMPOUND_NBYTES = (1 << 31) - 1  # NumPy 1 counts a dtype's bytes in 32 bits
-_Anchor = np.ndarray[Any, np.dtype[np.uint8]]
-_WrapAll = Callable[[_Anchor], list[Any]]
-_Read = Callable[[_Anchor], Any]
+_WrapAll = Callable[[Anchor], list[Any]]
+_Read = Callable[[Anchor], Any]
 _Wrapping = tuple[Callable[..., Any], np.dtype[Any], int, tuple[int, ...]]
 """The way to wrap a leaf: a function, the dtype of the array that it takes, the leaf's offset and shape."""
 _ndarray: Any = np.ndarray  # looked up for every leaf
+_ref = weakref.ref
 _lone = operator.itemgetter(0)
 _CONSTANT_KEYS = (str, bytes, int, float, bool, type(None))
 
@@ -37,11 +39,16 @@ class Decoder:
     """
 
     def __init__(self) -> None:
+        keep_when_shared()
+        self._most_noted = LEAST_NOTED
         self._headers: dict[bytes, _Read | None] = {}
         self._tables: dict[bytes, _WrapAll | None] = {}
 
-    def decode(self, anchor: _Anchor, header: bytes) -> Any:
+    def decode(self, anchor: Anchor, header: bytes) -> Any:
         """Rebuild a batch over the slot's bytes. Every leaf keeps ``anchor`` alive, and nothing else does."""
+        noted[id(anchor)] = _ref(anchor)  # its tensors may be shared
+        if len(noted) > self._most_noted:
+            self._most_noted = forget_dead()
         read = self._headers.get(header)
         if read is not None:
             return read(anchor)
@@ -140,7 +147,7 @@ def _wrappings(table: bytes) -> list[_Wrapping]:
     return [(*_wrapping(head), offset, tuple(shape)) for head, offset, shape in rows_of(table)]
 
 
-def _one_by_one(wrappings: list[_Wrapping], anchor: _Anchor) -> list[Any]:
+def _one_by_one(wrappings: list[_Wrapping], anchor: Anchor) -> list[Any]:
     return [wrap(_ndarray(shape, carrier, anchor, offset)) for wrap, carrier, offset, shape in wrappings]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,7 +121,6 @@ def uninstall() -> None:
 
 _options: dict[str, Any] | None = None
 _warned: set[str] = set()
-_sharing: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose dataset was shared
 _patches, _states = Patches(), Patches()
 
 
@@ -210,8 +208,8 @@ def _warn_of_options(loader: Any) -> None:
 
 def _share_dataset(loader: Any) -> None:
     """Share the dataset of a loader in place, before its first workers start."""
-    if loader.share_dataset and loader.num_workers and loader not in _sharing and why_unavailable() is None:
-        _sharing.add(loader)
+    asked = loader.share_dataset and loader.num_workers and why_unavailable() is None
+    if asked and loading_of(loader).begin_to_share():
         vars(loader)["dataset"] = hooks.share_dataset(loader.dataset)  # torch refuses to have it set
 
 

@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 from shmloader.errors import NotSharedWarning, warn
 from shmloader.memory.limits import memory_headroom
-from shmloader.settings import THREAD
+from shmloader.settings import THREAD, option_of
 from shmloader.statistics import Counters
 from shmloader.store import objects, static
 from shmloader.store.graph import Graph, Node
@@ -190,7 +190,7 @@ def advise_sharing(dataset: Any) -> str:
 
 def _warn_of_rebuilding(loader: Any, num_workers: int, counters: Counters, pickled_nbytes: int) -> None:
     """Warn that started processes rebuild the dataset's objects, each for itself."""
-    if said := _cure_of(loader.dataset, is_shared=loader.share_dataset):
+    if said := _cure_of(loader.dataset, is_shared=option_of(loader, "share_dataset")):
         counters.warns_first("warned_of_copies")
         warn(
             f"each of {num_workers} workers rebuilds the dataset's Python objects from a pickle of "
@@ -216,11 +216,11 @@ def watch_copies(loader: Any, workers: Sequence[Any], counters: Counters, pickle
     Only forked workers share objects with this process until they read them. Others were sent a pickle: one
     of many objects is warned of at once.
     """
-    if loader.worker_type == THREAD or counters.warned_of_copies:
+    if option_of(loader, "worker_type") == THREAD or counters.warned_of_copies:
         return NoCopies()
     context = loader.multiprocessing_context or torch.multiprocessing
     if context.get_start_method() == "fork":
-        return CopyWatch(loader.dataset, workers, counters, is_shared=loader.share_dataset)
+        return CopyWatch(loader.dataset, workers, counters, is_shared=option_of(loader, "share_dataset"))
     if pickled_nbytes >= LEAST_NBYTES // 4:  # of which Python objects take several times as many
         _warn_of_rebuilding(loader, len(workers), counters, pickled_nbytes)
     return NoCopies()

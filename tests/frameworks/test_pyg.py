@@ -78,3 +78,30 @@ def test_its_loaders_load_from_slots_under_install(context: str, monkeypatch: py
             loader = kind(num_workers=1, multiprocessing_context=context)
             assert features(loader) == batches
             assert loader.statistics().batches == len(batches)
+
+
+class OurNodeLoader(NodeLoader, shmloader.DataLoader):
+    pass
+
+
+@pytest.mark.parametrize("kind", [NodeLoader, OurNodeLoader])
+def test_a_loader_that_wraps_its_persistent_iterator_can_be_closed_and_resumed(kind: Any) -> None:
+    whole = Data(x=torch.arange(40.0).view(40, 1), edge_index=torch.zeros(2, 0, dtype=torch.long))
+    with shmloader.install():
+        loader = kind(
+            whole,
+            AllNodes(),
+            batch_size=4,
+            num_workers=1,
+            persistent_workers=True,
+            filter_per_worker=False,
+        )
+        assert type(iter(loader)).__name__ == "DataLoaderIterator"
+        for _ in range(2):
+            assert len(features(loader)) == 10
+            loader.close()
+        if kind is OurNodeLoader:  # others have no states
+            next(iter(loader))
+            loader.load_state_dict(loader.state_dict())
+            assert next(iter(loader)).x.flatten().tolist() == [4.0, 5.0, 6.0, 7.0]
+            loader.close()

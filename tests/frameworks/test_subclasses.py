@@ -113,7 +113,7 @@ def two_epochs(loader: Any) -> list[Any]:
 
 def make(kind: Any, **more: Any) -> Any:
     torch.manual_seed(4)
-    return kind(Rows(), batch_size=4, shuffle=True, num_workers=2, **more)
+    return kind(Rows(), batch_size=4, shuffle=True, **{"num_workers": 2, **more})
 
 
 @pytest.mark.parametrize(("theirs", "ours", "more"), STYLES)
@@ -195,6 +195,67 @@ def test_a_constructor_may_call_its_loader_otherwise_than_self(init: Any) -> Non
 
 def test_a_subclass_of_a_subclass_is_not_wrapped_twice() -> None:
     assert type("Again", (Variadic,), {}).__init__ is Variadic.__init__
+
+
+def test_a_constructor_that_was_inherited_is_looked_up_anew() -> None:
+    """A class between may have come by a further base."""
+
+    class Common:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Inherits(Common, shmloader.DataLoader):
+        pass
+
+    class Between(Common):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.was_here = True
+            super().__init__(*args, **kwargs)
+
+    class Joined(Inherits, Between):
+        pass
+
+    loader = Joined(Rows(), on_error="skip")
+    assert (loader.was_here, loader.on_error) == (True, "skip")
+    assert inspect.signature(Inherits.__init__).parameters.keys() >= OPTIONS.keys()
+
+
+class TakesOver(shmloader.DataLoader):
+    def __init__(self, loader: Any) -> None:
+        vars(self).update(vars(loader))
+
+
+def changed_class(loader: Any) -> Any:
+    loader.__class__ = shmloader.DataLoader
+    return loader
+
+
+@pytest.mark.parametrize("take_over", [TakesOver, changed_class])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_takes_over_one_of_torchs_has_the_defaults(take_over: Any, workers: int) -> None:
+    loader = take_over(make(DataLoader, num_workers=workers))
+    assert repr(loader) == f"<{type(loader).__name__} of Rows: batch_size=4, num_workers={workers}>"
+    with loader:
+        assert two_epochs(loader) == two_epochs(make(DataLoader, num_workers=workers))
+
+
+@pytest.mark.parametrize("base", [DataLoader, shmloader.DataLoader])
+def test_a_loader_may_have_no_hash(base: Any) -> None:
+    """As that of a dataclass. Each is itself, whatever equals it."""
+
+    class Equal(base):  # type: ignore[misc]
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    with shmloader.install(stateful=True, share_dataset=True):
+        for _ in range(2):
+            loader = Equal(Rows(), 4, num_workers=1)
+            next(iter(loader))
+            loader.load_state_dict(loader.state_dict())
+            assert next(iter(loader)).flatten().tolist() == [4, 5, 6, 7]
+            loader.close()
 
 
 def test_a_constructor_without_a_signature_stays() -> None:

@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections.abc import Callable
+from multiprocessing import resource_sharer
 
 import pytest
 import torch
@@ -85,6 +86,59 @@ def test_a_dlpack_capsule_keeps_its_batch() -> None:
     for _ in iterator:
         pass
     assert (torch.utils.dlpack.from_dlpack(capsule)[:, 0] == torch.arange(4)).all()
+
+
+def sent(tensor: torch.Tensor) -> torch.Tensor:
+    queue = torch.multiprocessing.SimpleQueue()
+    queue.put(tensor)
+    came = queue.get()
+    queue.close()
+    resource_sharer.stop()
+    return came
+
+
+@pytest.mark.parametrize("share", [torch.Tensor.share_memory_, sent])
+@pytest.mark.parametrize("budget_nbytes", [None, 1])
+def test_an_array_of_a_tensor_that_is_shared_later_never_changes(
+    share: Callable[[torch.Tensor], torch.Tensor], budget_nbytes: int | None
+) -> None:
+    """Also where batches spill; and after the loader's end, when the slots are unmapped."""
+    loader = DataLoader(
+        Numbered(400, items=4096), batch_size=BATCH, num_workers=1, memory_budget_nbytes=budget_nbytes
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SpillWarning)
+        iterator = iter(loader)
+        tensor = next(iterator)
+        array, part = tensor.numpy(), tensor[1:].numpy()
+        shared = share(tensor)
+        for _ in range(20):
+            next(iterator)
+    loader.close()
+    assert shared[:, 0].tolist() == tensor[:, 0].tolist() == array[:, 0].tolist() == [0, 1, 2, 3]
+    assert part[:, 0].tolist() == [1, 2, 3]
+
+
+def test_so_do_arrays_of_tensors_of_whom_many_were_kept_before() -> None:
+    loader = DataLoader(Numbered(2400), batch_size=BATCH, num_workers=1)
+    kept = [batch for position, batch in enumerate(loader) if position % 2]
+    arrays = [kept[number].numpy() for number in (0, -1)]
+    for number in (0, -1):
+        kept[number].share_memory_()
+    del kept
+    assert [len(list(loader)), *(array[0, 0] for array in arrays)] == [600, 4, 2396]
+
+
+def test_the_lease_of_a_tensor_that_is_shared_ends_with_its_last_view() -> None:
+    loader = DataLoader(Numbered(400), batch_size=BATCH, num_workers=1)
+    iterator = iter(loader)
+    tensor = next(iterator)
+    array = tensor.share_memory_().numpy()
+    del tensor
+    assert loader.statistics().slots_leased == 1
+    del array
+    assert loader.statistics().slots_leased == 0
+    loader.close()
 
 
 def test_a_list_of_far_more_batches_than_slots_is_exact() -> None:

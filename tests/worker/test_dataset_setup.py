@@ -14,7 +14,7 @@ from setup_datasets import FailsToSetUp, FailsToTearDown, Forks, Opens, Streams,
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from warm_python import warm_python
 
-from shmloader import DataLoader
+from shmloader import DataLoader, LoaderClosed
 
 WHOLE = ["init", "setup", "sample", "teardown"]
 
@@ -95,7 +95,7 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from setup_datasets import Opens
-from shmloader import DataLoader
+from shmloader import DataLoader, LoaderClosed
 if __name__ == "__main__":
     os.setsid()  # a process group of its own
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -145,7 +145,7 @@ def test_an_exception_of_teardown_is_logged_by_processes(tmp_path: Path) -> None
     program = f"""
 from pathlib import Path
 from setup_datasets import FailsToTearDown
-from shmloader import DataLoader
+from shmloader import DataLoader, LoaderClosed
 assert len(list(DataLoader(FailsToTearDown(Path({str(tmp_path)!r})), 4, num_workers=2))) == 6
 """
     command = [*warm_python(), "-c", program]
@@ -227,6 +227,43 @@ def test_without_workers_around_each_pass(tmp_path: Path) -> None:
     batch = DataLoader(dataset, 4).batch(0, 1)
     assert batch.tolist() == [4, 5, 6, 7]
     assert dataset.file is None
+
+
+@pytest.mark.parametrize("kind", [Opens, Streams])
+def test_close_ends_a_pass_without_workers(kind: Any, tmp_path: Path) -> None:
+    with DataLoader(kind(tmp_path), 4) as loader:
+        iterator, over = iter(loader), iter(loader)
+        assert len(list(over)) == 6
+        assert next(iterator).tolist() == [0, 1, 2, 3]
+    told = [call.what for call in calls(tmp_path)]
+    assert told[-2:] == (["ends", "teardown"] if kind is Streams else ["sample", "teardown"])
+    for _ in range(2):
+        with pytest.raises(LoaderClosed, match=r"loader.close\(\) was called. Call iter\(loader\)"):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(over)
+    assert len(list(loader)) == 6
+
+
+class ClosesAt(Opens):
+    """Its sample 5 closes the loader, as another thread may do meanwhile."""
+
+    loader: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            self.loader.close()
+        return super().__getitem__(index)
+
+
+def test_a_call_that_makes_a_batch_meanwhile_has_the_dataset_until_its_end(tmp_path: Path) -> None:
+    dataset = ClosesAt(tmp_path)
+    dataset.loader = DataLoader(dataset, 4)
+    iterator = iter(dataset.loader)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert dataset.file is None
+    with pytest.raises(LoaderClosed):
+        next(iterator)
 
 
 def test_passes_at_the_same_time_share_what_is_set_up(tmp_path: Path) -> None:
