@@ -25,8 +25,8 @@ def list_options(kind: type, options: dict[str, inspect.Parameter]) -> None:
     """Give a subclass whose ``__init__`` takes ``**kwargs`` a signature that lists the loader's own options.
 
     Lightning builds a loader anew from those attributes that the signature lists. Where there is ``**kwargs``
-    it adds the arguments of torch's loader, and no others. An ``__init__`` that was inherited is left alone,
-    and looked up when it is called: a subclass with another base may have one that comes before.
+    it adds the arguments of torch's loader, and no others. An ``__init__`` that was inherited is looked up
+    when it is called: a subclass with another base may have one that comes before.
     """
     init: Any = kind.__init__  # type: ignore[misc]
     is_own = "__init__" in vars(kind)

@@ -260,6 +260,19 @@ class Loading:
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
             _waiting.add(self)
 
+    def go_on_for(self, copy: Any) -> bool:
+        """Go on for a copy of the loader, if that is gone and has left an iterator; returns whether it does.
+
+        While the loader lives, epochs of its iterator are its own: a copy starts workers for itself.
+        """
+        if not self.iterators:
+            return False
+        if self.loader() is None:
+            self.loader = weakref.ref(copy)
+            return True
+        drop_iterator(copy)
+        return False
+
     def begin_to_share(self) -> bool:
         """Whether `install` is to share the dataset now: once."""
         before, self.has_shared = self.has_shared, True
@@ -406,8 +419,7 @@ def profile_each(profile: Callable[[Loading], None]) -> None:
 def loading_of(loader: Any) -> Loading:
     """The `Loading` of a loader, made when it is first asked for: subclasses iterate inside ``__init__``.
 
-    Frameworks copy ``__dict__`` from loader to loader, and a copy must neither close the original's iterators
-    nor begin epochs with them, which are the original's then: it starts workers of its own.
+    Frameworks copy ``__dict__`` from loader to loader. A copy must not close the original's iterators.
     """
     try:
         loading: Loading | None = loader._shmloader_loading  # noqa: SLF001 - faster than vars() and getattr()
@@ -415,8 +427,7 @@ def loading_of(loader: Any) -> Loading:
         loading = None
     if loading is None:  # in one step: two threads may be here
         loading = vars(loader).setdefault("_shmloader_loading", _new_loading(loader))
-    if loading is None or loading.loader() is not loader:  # pickled (see `__reduce__`), or copied
-        if loading is not None and loading.iterators:
-            drop_iterator(loader)
+    # It was pickled (see `__reduce__`), or copied.
+    if loading is None or (loading.loader() is not loader and not loading.go_on_for(loader)):
         loading = loader._shmloader_loading = _new_loading(loader)  # noqa: SLF001
     return loading

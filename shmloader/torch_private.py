@@ -249,6 +249,15 @@ def move_to_private_memory(storage: Any) -> Any:
     return private
 
 
+_OF_ONE_TENSOR = 2  # references to its storage: the tensor's, and that of the storage's Python object
+
+
+def has_one_tensor(storage: Any) -> bool:
+    """Whether a storage is one tensor's alone: no view or NumPy array refers to it. False if unknown."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and count(storage._cdata) <= _OF_ONE_TENSOR
+
+
 def before_sharing(call: Callable[[Any], None]) -> None:
     """Have a function called with each storage that is about to get memory that processes share."""
 

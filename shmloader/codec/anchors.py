@@ -31,7 +31,9 @@ def forget_dead() -> int:
 
 
 def _keep_anchor(storage: Any) -> None:
-    """Have a storage keep the anchor whose memory it has now, if any."""
+    """Have a storage keep the anchor whose memory it has now, if any, unless only its tensor refers to it."""
+    if torch_private.has_one_tensor(storage):
+        return
     address = storage.data_ptr()
     for ref in list(noted.values()):
         anchor = ref()

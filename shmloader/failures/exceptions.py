@@ -136,7 +136,7 @@ class _ErrorPickler(pickle.Pickler):
         kind, base = type(obj), _builtin_base(type(obj))
         args, fields, attributes = _contents_of(obj)
         own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in _PICKLING_METHODS)
-        whole = _checked(pickle.dumps, obj) if own else b""
+        whole = _checked(pickle.dumps, obj, in_order=True) if own else b""
         made: tuple[Any, ...] = (_make, (_names_of(kind), text_of(obj), args))
         if whole:
             made, attributes = (pickle.loads, (whole,)), {"__notes__": attributes.get("__notes__", [])}
@@ -150,15 +150,19 @@ def _dump(error: BaseException) -> bytes:
     return file.getvalue()
 
 
-def _checked(dump: Callable[[BaseException], bytes], error: BaseException) -> bytes:
-    """Pickle an exception; empty if that fails, or if the copy has another class name or text."""
+def _checked(
+    dump: Callable[[BaseException], bytes], error: BaseException, *, in_order: bool = False
+) -> bytes:
+    """Pickle an exception; empty if that fails, or if the copy has another class name or text.
+
+    Unless all is to be ``in_order``, a set in it may be in another order, and a text another each time.
+    """
     with contextlib.suppress(BaseException):  # the user's code may raise anything
         pickled = dump(error)
         copy = pickle.loads(pickled)
         if type(copy).__qualname__ == type(error).__qualname__:
             one, other, again = (_ADDRESS.sub("0x", text_of(one)) for one in (copy, error, error))
-            # A set in it may be in another order; a text may be another each time.
-            if sorted(one) == sorted(other) or other != again:
+            if one == other or (not in_order and (sorted(one) == sorted(other) or other != again)):
                 return pickled
     return b""
 

@@ -9,6 +9,7 @@ import logging
 import pickle
 import random
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,26 +33,24 @@ HISTORY = 1024
 
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
+_SURE = 3  # looks that show a draw, after which it is none of another thread's
+_PAUSE_S = 0.001  # in which another thread may draw
 
 _log = logging.getLogger("shmloader")
 
 
-def track(
-    index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False, threads: bool = False
-) -> Iterator[Any]:
+def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or samplers.repeats_its_order(index_sampler)
     if known or samplers.sharded_sampler(index_sampler) is not None:
         return iterator
-    return TrackedBatches(index_sampler, iterator, resumed=resumed, threads=threads)
+    return TrackedBatches(index_sampler, iterator, resumed=resumed)
 
 
 class TrackedBatches(Iterator[Any]):
     """Index batches of one epoch, from batch ``begin`` on, where the sampler's own ``state`` was loaded.
 
-    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch. It is
-    only a warning if another thread may have drawn: one of the workers, if they are ``threads``, or the
-    program's main thread, if this is another one.
+    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class TrackedBatches(Iterator[Any]):
         state: Any = None,
         *,
         resumed: bool = False,
-        threads: bool = False,
     ) -> None:
         self.follow(lambda: begin)
-        self._resumed, self._threads, self._told = resumed, threads, False
+        self._resumed, self._told = resumed, False
+        self._draws = 0  # looks that have shown a draw
         self._name = type(samplers.sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = samplers.sampler_with_state(index_sampler)
@@ -102,14 +101,14 @@ class TrackedBatches(Iterator[Any]):
         except StopIteration:
             self._length, self._ended = 0, True  # it was another
             raise
-        if states is not None and states != _global_states():
-            alone = not self._threads and threading.current_thread() is threading.main_thread()
+        if states is not None and states != (now := _global_states()) and _draws_alone(now):
+            self._draws += 1
             self._warning = (
-                f"the sampler ({self._name}){'' if alone else ', if no other thread,'} draws from a global "
-                "generator (torch's, NumPy's, random's) batch by batch, among what the program draws, so it "
-                f"cannot come to the same place again. {ADVICE}"
+                f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
+                "batch by batch, among what the program draws, so it cannot come to the same place again. "
+                f"{ADVICE}"
             )
-            if self._resumed and alone:
+            if self._resumed and self._draws >= (1 if threading.active_count() == 1 else _SURE):
                 raise ResumeError(self._warning)
         self._drawn = drawn = drawn + 1
         index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
@@ -226,6 +225,14 @@ def _same(tensor: torch.Tensor, before: Any) -> bool:
 def _global_states() -> tuple[Any, ...]:
     of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002 - the program's, of any kind
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy
+
+
+def _draws_alone(states: tuple[Any, ...]) -> bool:
+    """Whether the global generators stay as they are for a while: else other threads draw, too."""
+    if threading.active_count() > 1:
+        time.sleep(_PAUSE_S)
+        return states == _global_states()
+    return True
 
 
 def _add(checksum: int, index_batch: Any) -> int:

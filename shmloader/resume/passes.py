@@ -18,7 +18,7 @@ from shmloader.resume.progress import Done, Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import StreamProgress
 from shmloader.resume.user_states import unpack_user_state
-from shmloader.settings import THREAD, Settings
+from shmloader.settings import Settings
 
 
 class Pass:
@@ -120,8 +120,9 @@ class Pass:
         )
         if tracked is not None:
             tracked.follow(lambda: progress.oldest, self._is_asked, self._looks)
-        if was_drawn:
-            # Again now, while the generator and the sampler's epoch are as they were then.
+        if was_drawn and samplers.mixture_sampler(settings.index_sampler) is None:
+            # Again now, while the generator and the sampler's epoch are as they were then. A mixture goes on
+            # from a place, and its weights may change before that.
             batches = _first_drawn(batches)
         self.progress = progress
         return batches, progress
@@ -152,15 +153,14 @@ class Pass:
             mixed.load_state_dict(unpack_user_state(loaded["sampler_state"]))  # it has drawn nothing yet
         if samplers.repeats_its_order(index_sampler):
             return sampler_iter
-        return track(index_sampler, sampler_iter, threads=settings.worker_type == THREAD)
+        return track(index_sampler, sampler_iter)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""
         index_sampler, generator = self.settings.index_sampler, self.settings.generator
         if samplers.draws_one_seed(index_sampler) and goes_on["sampler_generator"]:
             samplers.draw_seed()  # as the sampler would have done
-        threads = self.settings.worker_type == THREAD
-        batches = batches_from(index_sampler, goes_on, generator, threads=threads)
+        batches = batches_from(index_sampler, goes_on, generator)
         if samplers.generator_of(index_sampler) is generator:
             # If the order was drawn before the base seed, the two differ, and the generator continues after
             # the seed.

@@ -106,6 +106,11 @@ class Progress:
         """Note generators and epoch of the sampler, which draws its order now, with the first batch."""
         self.before, self.sampler_epoch = before, sampler_epoch
 
+    def note_set_epoch(self, epoch: int) -> None:
+        """Note a call of ``loader.set_epoch()`` after ``iter()``: it counts until the order is drawn."""
+        if self.before is None:
+            self.set_epoch = epoch
+
     def take_back(self, done: Done) -> None:
         """Go back to what was done before the batch of an interrupted call, which the program has not had."""
         self.done = done

@@ -57,6 +57,8 @@ class States:
     def note_set_epoch(self, epoch: int) -> None:
         """Note a call of ``loader.set_epoch()``."""
         self.last_set_epoch = epoch
+        if self.readers.latest is not None:
+            self.readers.latest.progress.note_set_epoch(epoch)
 
     # --- making a state
 

@@ -9,13 +9,14 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from shmloader import torch_private
-from shmloader.failures.exceptions import add_note
+from shmloader.failures.exceptions import add_note, drop_notes
 from shmloader.indices.samplers import attribute_of
 from shmloader.worker.epoch_settings import owners_in
 
@@ -131,8 +132,10 @@ def _call(owner: Any, name: str, *arguments: Any) -> None:
     method = attribute_of(owner, name)
     if not callable(method):
         return
+    began_ns = time.perf_counter_ns()
     try:
         method(*arguments)
     except Exception as error:
+        drop_notes(error, began_ns)
         add_note(error, f"raised by {type(owner).__qualname__}.{name}()")
         raise

@@ -293,6 +293,22 @@ def test_sets_keep_their_class_and_arguments_though_they_come_in_another_order()
             assert (type(arrived), arrived.args) == (type(made), made.args)
 
 
+class Mixes(Exception):
+    """Its own pickling mixes up its arguments: the text is of the same letters."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(second, first)
+        self.first = first
+
+    def __reduce__(self) -> Any:
+        return type(self), self.args
+
+
+def test_a_copy_with_the_letters_of_a_text_in_another_order_is_none() -> None:
+    arrived = travel(Mixes("x", "y"))
+    assert (type(arrived), arrived.args, arrived.first) == (Mixes, ("y", "x"), "x")
+
+
 class Told(ValueError):
     """Its text is another one each time."""
 

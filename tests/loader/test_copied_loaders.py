@@ -45,6 +45,25 @@ def test_each_has_a_state_of_its_own(kind: Any) -> None:
     loader.close()
 
 
+def test_a_copy_goes_on_for_an_original_that_is_gone() -> None:
+    """With the same workers, and in the same order, as with torch's loader."""
+
+    def orders(kind: Any, *, copies: bool) -> list[list[float]]:
+        generator = torch.Generator().manual_seed(3)
+        loader = kind(Numbered(40), shuffle=True, generator=generator, **ARGUMENTS)
+        found = []
+        for _ in range(3):
+            found.append([first(batch) for batch in loader])
+            loader = copy.copy(loader) if copies else loader
+        if kind is shmloader.DataLoader:
+            assert loader.statistics().batches == 30
+            loader.close()
+        return found
+
+    theirs = orders(torch.utils.data.DataLoader, copies=True)
+    assert orders(shmloader.DataLoader, copies=True) == theirs == orders(shmloader.DataLoader, copies=False)
+
+
 @pytest.mark.parametrize("kind", [shmloader.DataLoader, Ours])
 def test_a_copy_can_be_used_after_the_original_was_closed(kind: Any) -> None:
     loader = kind(Numbered(40), **ARGUMENTS)

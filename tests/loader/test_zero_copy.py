@@ -133,12 +133,26 @@ def test_the_lease_of_a_tensor_that_is_shared_ends_with_its_last_view() -> None:
     loader = DataLoader(Numbered(400), batch_size=BATCH, num_workers=1)
     iterator = iter(loader)
     tensor = next(iterator)
-    array = tensor.share_memory_().numpy()
+    array = tensor.numpy()
+    tensor.share_memory_()
     del tensor
     assert loader.statistics().slots_leased == 1
     del array
     assert loader.statistics().slots_leased == 0
     loader.close()
+
+
+@pytest.mark.parametrize("share", [torch.Tensor.share_memory_, sent])
+def test_the_lease_of_a_tensor_without_views_ends_when_it_is_shared(
+    share: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with DataLoader(Numbered(400), batch_size=BATCH, num_workers=1) as loader:
+        kept = []
+        for batch in loader:
+            kept += batch, share(batch)
+        assert loader.statistics().slots_leased == 0
+        assert loader.statistics().spills == 0
+        assert [_first(batch) for batch in kept[::2]] == list(range(0, 400, BATCH))
 
 
 def test_a_list_of_far_more_batches_than_slots_is_exact() -> None:
@@ -238,9 +252,7 @@ def test_custom_collates_write_into_the_slot_through_empty() -> None:
         expected = torch.arange(BATCH * number, BATCH * number + BATCH)
         assert (batch["rows"] == expected[:, None]).all()
         assert (batch["first"] == BATCH * number).all()
-        if (
-            number > 12
-        ):  # every slot has its size now: the leaves lie as they were made, not as they are named
+        if number > 12:  # every slot has its size now: leaves lie as they were made, not as they are named
             assert batch["first"].data_ptr() + batch["first"].nbytes == batch["rows"].data_ptr()
 
 

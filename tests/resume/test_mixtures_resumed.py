@@ -292,6 +292,16 @@ def test_a_program_that_goes_back_may_change_the_weights_from_there_on(workers: 
         assert set(drawn[376:]) == {"math"}
 
 
+def test_without_workers_weights_may_change_from_the_first_batch_of_a_resumed_epoch_on() -> None:
+    options = {"stopping_strategy": "never"}
+    loader, other = (mixture_loader(options, batch_size=8) for _ in range(2))
+    next(iter(loader))
+    other.load_state_dict(loader.state_dict())
+    iterator = iter(other)
+    other.sampler.set_weights({"web": 0, "code": 0, "math": 1}, position=8)  # type: ignore[attr-defined]
+    assert {MIXTURE.source_of(index) for index in next(iterator)} == {"math"}
+
+
 @pytest.mark.parametrize("kind", [np.float32, np.int64, torch.tensor])
 def test_weights_and_positions_may_be_numpys_or_torchs_numbers(kind: Any) -> None:
     def weights_of(numbers: list[int]) -> dict[str, Any]:

@@ -52,6 +52,34 @@ def test_a_resumed_epoch_keeps_its_order_if_another_is_set_after_iter(kind: Any,
         assert values(iterator) == rest
 
 
+class Told(Plain):
+    """Its samples tell the epoch that it was told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + 1000 * self.epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_of_the_loader_that_is_set_after_iter_is_in_the_state_if_it_is_drawn(workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        dataset = Told(40)
+        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0), num_workers=workers)
+
+    with make() as loader, make() as other:
+        iterator = iter(loader)
+        loader.set_epoch(3)
+        take(iterator, 1)
+        state, rest = by_json(loader.state_dict()), values(iterator)
+        assert state["set_epoch"] == (None if workers else 3)
+        other.load_state_dict(state)
+        assert values(other) == rest
+
+
 class _Asked:
     """An iterator over 40 numbers that goes on after an interrupt."""
 

@@ -72,10 +72,8 @@ class Slow(Sampler[int]):
             yield number
 
 
-@pytest.mark.parametrize("draws_in", ["the main thread", "a worker thread"])
-def test_a_sampler_is_not_blamed_for_what_another_thread_draws(
-    draws_in: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("draws_in", ["the main thread", "another thread", "a worker thread"])
+def test_a_sampler_is_not_blamed_for_what_another_thread_draws(draws_in: str) -> None:
     ended = threading.Event()
 
     def draw() -> None:
@@ -91,17 +89,29 @@ def test_a_sampler_is_not_blamed_for_what_another_thread_draws(
     options = options if draws_in == "a worker thread" else {}
     with DataLoader(Plain(40), 4, sampler=Slow(), **options) as loader:
         loader.load_state_dict(started(DataLoader(Plain(40), 4, sampler=Slow())))
-        if options:
-            rest = values(loader)
-        else:
-            with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1) as pool:
+            if draws_in == "the main thread":
                 reading = pool.submit(lambda: values(loader))
                 reading.add_done_callback(lambda _: ended.set())
                 draw()
-            rest = reading.result()
+                rest = reading.result()
+            else:
+                if draws_in == "another thread":
+                    pool.submit(draw)
+                try:
+                    rest = values(loader)
+                finally:
+                    ended.set()
         assert len(rest) == 9
-        loader.state_dict()
-    assert all("if no other thread, draws" in record.message for record in caplog.records)
+
+
+def test_a_sampler_that_draws_among_the_program_is_refused_in_another_thread_too() -> None:
+    loader = DataLoader(Plain(40), 4, sampler=OwnGenerator(40, None))
+    take(iterator := iter(loader), 3)
+    loader.load_state_dict(loader.state_dict())
+    del iterator
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ResumeError, match=r"OwnGenerator.* batch by batch"):
+        pool.submit(lambda: values(loader)).result()
 
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
