@@ -34,23 +34,27 @@ HISTORY = 1024
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
 _SURE = 3  # looks that show a draw, after which it is none of another thread's
-_PAUSE_S = 0.001  # in which another thread may draw
+_PAUSE_S = 0.02  # in which another thread that draws all the time does so
 
 _log = logging.getLogger("shmloader")
 
 
-def track(index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False) -> Iterator[Any]:
+def track(
+    index_sampler: Any, iterator: Iterator[Any], *, resumed: bool = False, threads: bool = False
+) -> Iterator[Any]:
     """The same iterator, or `TrackedBatches` of it if the number of batches alone is not enough to resume."""
     known = isinstance(iterator, TrackedBatches) or samplers.repeats_its_order(index_sampler)
     if known or samplers.sharded_sampler(index_sampler) is not None:
         return iterator
-    return TrackedBatches(index_sampler, iterator, resumed=resumed)
+    return TrackedBatches(index_sampler, iterator, resumed=resumed, threads=threads)
 
 
 class TrackedBatches(Iterator[Any]):
     """Index batches of one epoch, from batch ``begin`` on, where the sampler's own ``state`` was loaded.
 
-    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch.
+    In a ``resumed`` epoch it is an error if the sampler draws from a global generator batch by batch. Where
+    another thread may draw in step with it, it is a warning: a worker, if those are ``threads``, or the main
+    thread, if batches are taken in this one.
     """
 
     def __init__(
@@ -61,9 +65,10 @@ class TrackedBatches(Iterator[Any]):
         state: Any = None,
         *,
         resumed: bool = False,
+        threads: bool = False,
     ) -> None:
         self.follow(lambda: begin)
-        self._resumed, self._told = resumed, False
+        self._resumed, self._threads, self._told = resumed, threads, False
         self._draws = 0  # looks that have shown a draw
         self._name = type(samplers.sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
@@ -101,15 +106,8 @@ class TrackedBatches(Iterator[Any]):
         except StopIteration:
             self._length, self._ended = 0, True  # it was another
             raise
-        if states is not None and states != (now := _global_states()) and _draws_alone(now):
-            self._draws += 1
-            self._warning = (
-                f"the sampler ({self._name}) draws from a global generator (torch's, NumPy's, random's) "
-                "batch by batch, among what the program draws, so it cannot come to the same place again. "
-                f"{ADVICE}"
-            )
-            if self._resumed and self._draws >= (1 if threading.active_count() == 1 else _SURE):
-                raise ResumeError(self._warning)
+        if states is not None and states != (now := _global_states()):
+            self._note_draw(now)
         self._drawn = drawn = drawn + 1
         index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
         self._checksum = _add(self._checksum, index_batch)
@@ -123,6 +121,26 @@ class TrackedBatches(Iterator[Any]):
             self._forget(self._oldest)
             self._oldest += 1
         return index_batch
+
+    def _note_draw(self, states: tuple[Any, ...]) -> None:
+        """Note that a global generator was drawn from while the sampler gave a batch: it is in ``states``."""
+        in_step = self._threads or threading.current_thread() is not threading.main_thread()
+        if threading.active_count() > 1 and not in_step:
+            time.sleep(_PAUSE_S)
+            if states != _global_states():  # another thread draws all the time: looks tell nothing
+                self._resumed, self._looks = False, 0
+                return
+        self._draws += 1
+        self._warning = (
+            f"the sampler ({self._name}){', or another thread meanwhile,' if in_step else ''} draws from a "
+            "global generator (torch's, NumPy's, random's) batch by batch, among what the program draws. A "
+            f"sampler that does cannot come to the same place again. {ADVICE}"
+        )
+        if self._resumed and in_step and not self._told:
+            self._told = True
+            _log.warning("the batches of a resumed epoch may be others: %s", self._warning)
+        elif self._resumed and not in_step and self._draws >= (1 if threading.active_count() == 1 else _SURE):
+            raise ResumeError(self._warning)
 
     def _forget(self, drawn: int) -> None:
         """Keep only the checksum of batches: a state after them is the first one, and a count."""
@@ -225,14 +243,6 @@ def _same(tensor: torch.Tensor, before: Any) -> bool:
 def _global_states() -> tuple[Any, ...]:
     of_numpy = pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002 - the program's, of any kind
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), of_numpy
-
-
-def _draws_alone(states: tuple[Any, ...]) -> bool:
-    """Whether the global generators stay as they are for a while: else other threads draw, too."""
-    if threading.active_count() > 1:
-        time.sleep(_PAUSE_S)
-        return states == _global_states()
-    return True
 
 
 def _add(checksum: int, index_batch: Any) -> int:

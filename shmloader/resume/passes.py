@@ -18,7 +18,7 @@ from shmloader.resume.progress import Done, Progress
 from shmloader.resume.replay import batches_by_own_state, batches_from, set_generator
 from shmloader.resume.stream_progress import StreamProgress
 from shmloader.resume.user_states import unpack_user_state
-from shmloader.settings import Settings
+from shmloader.settings import THREAD, Settings
 
 
 class Pass:
@@ -153,14 +153,15 @@ class Pass:
             mixed.load_state_dict(unpack_user_state(loaded["sampler_state"]))  # it has drawn nothing yet
         if samplers.repeats_its_order(index_sampler):
             return sampler_iter
-        return track(index_sampler, sampler_iter)
+        return track(index_sampler, sampler_iter, threads=settings.worker_type == THREAD)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""
         index_sampler, generator = self.settings.index_sampler, self.settings.generator
         if samplers.draws_one_seed(index_sampler) and goes_on["sampler_generator"]:
             samplers.draw_seed()  # as the sampler would have done
-        batches = batches_from(index_sampler, goes_on, generator)
+        threads = self.settings.worker_type == THREAD
+        batches = batches_from(index_sampler, goes_on, generator, threads=threads)
         if samplers.generator_of(index_sampler) is generator:
             # If the order was drawn before the base seed, the two differ, and the generator continues after
             # the seed.

@@ -27,10 +27,13 @@ from shmloader.resume.compatibility import State
 from shmloader.resume.user_states import unpack_user_state
 
 
-def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator | None) -> Iterator[Any]:
+def batches_from(
+    index_sampler: Any, loaded: State, generator: torch.Generator | None, *, threads: bool
+) -> Iterator[Any]:
     """Iterate over an epoch's index batches, from the place of a state in mid-epoch.
 
     The generator is the loader's, as it was when the epoch began. A sampler that comes elsewhere is an error.
+    ``threads`` says whether workers are threads.
     """
     if samplers.sampler_with_state(index_sampler) is not None:
         return batches_by_own_state(index_sampler, loaded, generator)
@@ -41,7 +44,7 @@ def batches_from(index_sampler: Any, loaded: State, generator: torch.Generator |
     taken: int = loaded["batches"]
     iterator = index_arrays(source, taken)
     if iterator is None:
-        iterator = track(index_sampler, iter(source), resumed=True)
+        iterator = track(index_sampler, iter(source), resumed=True, threads=threads)
         _draw_again(index_sampler, iterator, 0, loaded)
     return iterator
 
