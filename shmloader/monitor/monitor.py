@@ -77,7 +77,7 @@ class Monitor:
         self._first: dict[int, ProcessMemory] = {}
         self._began_s = time.monotonic()
         self._ended = threading.Event()
-        self._reading = threading.Lock()  # only one thread reads
+        self._reading, self._pid = threading.Lock(), os.getpid()  # only one thread reads
         self._thread = threading.Thread(target=self._run, name="shmloader-monitor", daemon=True)
         self._stop_listening: Callable[[], None] = lambda: None
         self.readings: list[Reading] = []
@@ -87,6 +87,8 @@ class Monitor:
 
     def read(self) -> Reading:
         """Read all processes now, and set ``wait_s``, the seconds to wait until the next reading."""
+        if self._pid != os.getpid():  # forked, maybe while the thread was reading
+            self._reading, self._pid = threading.Lock(), os.getpid()
         with self._reading:
             return self._read()
 

@@ -202,8 +202,10 @@ def close_own_ends(fds: Iterable[int]) -> None:
 
 
 def _leave_ends_to_parent() -> None:
-    close_own_ends([*_own_ends])  # of workers that are being started or closed: others are closed already
-    _forks_wait.release()
+    try:
+        close_own_ends([*_own_ends])  # of workers that are being started or closed: others are closed already
+    finally:
+        _forks_wait.release()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
