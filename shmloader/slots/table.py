@@ -242,8 +242,8 @@ class PlaceTable(SlotMemory):
         Returns the anchor of all its leaves, and the header. The anchor is a lease on the slot, an array over
         it: the place is free again when all arrays and tensors made over the anchor are gone too. If the
         batch was spilled it is a private copy, and the place is free at once. Raises `MemoryError` (without
-        address space, `SharedMemoryExhausted`) if this process has no room for it; nothing was changed. But one
-        that came in pieces is lost then, and its place free.
+        address space, `SharedMemoryExhausted`) if this process has no room for it; nothing was changed. But
+        one that came in pieces is lost then, and its place free.
         """
         assert place.state is ARRIVED, f"slot {place.number} taken while {place.state}"
         seq, begin, end = place.seq, place.header_begin, place.header_end

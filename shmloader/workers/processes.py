@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import select
-import sys
 import time
 from array import array
 from collections import deque
@@ -32,8 +31,8 @@ from shmloader.workers.launch import (
 )
 from shmloader.workers.spawn_payload import SpawnPayload
 
-if sys.platform != "win32":  # here: once the last descriptor is taken, nothing can be imported
-    import fcntl
+with contextlib.suppress(ImportError):  # Windows has neither
+    import fcntl  # here: once the last descriptor is taken, nothing can be imported
     import termios
 
 if TYPE_CHECKING:
