@@ -20,7 +20,7 @@ SCALARS: dict[str, Any] = {
     **{code: np.dtype(code).type for code in ("?", *"bhilqBHILQefdgFDG")},
     "datetime64": lambda n: np.datetime64(n, "s"),
     "timedelta64": lambda n: np.timedelta64(n, "us"),
-    "NumPy's text": lambda n: np.str_(n),
+    "NumPy's text": np.str_,
     "NumPy's bytes": lambda n: np.bytes_(str(n)),
     "array of float64": lambda n: np.array(float(n)),
     "array of int64": np.array,
