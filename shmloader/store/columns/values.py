@@ -342,7 +342,7 @@ def _reduced_scalar(value: Any) -> Any:
     return _make_scalar, (dtype.type, kind, plain, getattr(value, "__dict__", {}))
 
 
-_REDUCED_BY_NUMPY = np.generic.__reduce__, np.generic.__reduce_ex__
+_REDUCED_BY_NUMPY: Any = np.generic.__reduce__, np.generic.__reduce_ex__
 
 
 def _make_scalar(base: Any, kind: type, plain: Any, attributes: dict[str, Any]) -> Any:
