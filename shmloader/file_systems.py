@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs
@@ -40,12 +41,15 @@ class FileSystem:
 def file_system_of(path: str, filesystem: FileSystem | None) -> tuple[FileSystem, str]:
     """The file system of a path or URL, and the path there; with a given file system the path as it is."""
     if filesystem is None and "://" in path:
-        url, _, name = path.rpartition("/")
+        url, _, name = path.rpartition("/")  # which may be a pattern, and a URL none
+        if url.rstrip("/").endswith(":"):  # there is a scheme before it, and no folder
+            url, name = path, ""
         try:
             opened, folder = pa.fs.FileSystem.from_uri(url)
+            name = unquote(name)  # as Arrow has done with the folder
         except pa.ArrowInvalid:  # a scheme that Arrow does not know
             import fsspec
 
             opened, folder = fsspec.core.url_to_fs(url)
-        return FileSystem(opened), f"{folder.rstrip('/')}/{name}"
+        return FileSystem(opened), folder if url == path else f"{folder.rstrip('/')}/{name}"
     return filesystem or FileSystem(), path

@@ -91,7 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(206, part, {"Content-Range": f"bytes {begin}-{begin + len(part) - 1}/{len(data)}"})
 
     def _listed(self, prefix: str) -> bytes:
-        found = [one for one in sorted((self.server.folder / prefix).iterdir()) if one.is_file()]
+        folder = self.server.folder / prefix
+        found = [one for one in sorted(folder.iterdir()) if one.is_file()] if folder.is_dir() else []
         listed = "".join(
             f"<Contents><Key>{prefix}{one.name}</Key><Size>{one.stat().st_size}</Size>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import shmloader
 from shmloader.cli.bench import checkout
@@ -33,6 +35,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; gives the exit status, which is 130 after Ctrl-C."""
+    _open_closed_streams()
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
         description="Tools of shmloader, the shared-memory DataLoader for PyTorch.",
@@ -55,6 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return status
+
+
+def _open_closed_streams() -> None:
+    """Let all be written nowhere that is for a stream which the process was started without: it is None."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - to the end
 
 
 def _summaries() -> Iterator[str]:

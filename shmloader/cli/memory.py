@@ -10,6 +10,7 @@ import select
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -52,7 +53,7 @@ _TABLE_EVERY_S = 60.0  # where the table is not live
 def main(words: Sequence[str]) -> int:
     """Follow a program until it ends; gives its exit status, or 128 and the signal that ended it.
 
-    It is 1 instead of 0 if a file could not be written.
+    It is 1 instead of 0 if a file could not be written, or the program not be followed to its end.
     """
     arguments = parse(words)
     if arguments.command:
@@ -107,16 +108,26 @@ def _launch(arguments: argparse.Namespace) -> int:
         if isinstance(program, int):
             return program
         with forwarded_signals(program):
-            monitor = Monitor(program.pid, every_s=arguments.every, reports=reports)
-            end = os.pidfd_open(program.pid)
-            try:  # not live where the program may write to the terminal
-                display = None if sys.stdout.isatty() else live_display(sys.stderr, transient=True)
-                _follow(monitor, [end], display)
-            finally:
-                os.close(end)
+            try:
+                monitor = _followed(program.pid, arguments.every, reports)
+            except Exception:  # noqa: BLE001 - the program is not to lose its parent
+                say(f"error: the program runs on, and is followed no more: {traceback.format_exc()}")
+                monitor = None
             status = exit_status(program)
-            written = _finish(monitor, arguments)
+            written = monitor is not None and _finish(monitor, arguments)
     return status if written else status or 1
+
+
+def _followed(pid: int, every_s: float, reports: Path) -> Monitor:
+    """Follow the program to its end; returns what was read."""
+    monitor = Monitor(pid, every_s=every_s, reports=reports)
+    end = os.pidfd_open(pid)
+    try:  # not live where the program may write to the terminal
+        display = None if sys.stdout.isatty() else live_display(sys.stderr, transient=True)
+        _follow(monitor, [end], display)
+    finally:
+        os.close(end)
+    return monitor
 
 
 def _follow(monitor: Monitor, ends: Sequence[int], display: Any) -> None:

@@ -26,9 +26,12 @@ def kind_of_array(array: Array) -> ArrayKind | None:
     return ArrayKind(array.dtype, array.ndim) if is_plain(array.dtype) else None
 
 
+_OF_OTHERS = 2  # the ``isbuiltin`` of dtypes that other libraries add, such as a float8
+
+
 def is_plain(dtype: np.dtype[Any]) -> bool:
-    """Whether a string identifies a dtype: numbers, times and texts that have bytes."""
-    return dtype.kind in "biufcmMSU" and dtype.itemsize > 0
+    """Whether a string identifies a dtype: numbers, times and texts that have bytes, of NumPy's own."""
+    return dtype.kind in "biufcmMSU" and dtype.itemsize > 0 and dtype.isbuiltin != _OF_OTHERS
 
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32}

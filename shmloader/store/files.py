@@ -11,6 +11,7 @@ import contextlib
 import glob
 import mmap
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from shmloader.store.columns.records import Keys
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import listed
 from shmloader.store.handles import Fingerprint
-from shmloader.store.mapping import MappingStore, SetStore, index_of
+from shmloader.store.mapping import KeyIndex, MappingStore, SetStore, index_of
 from shmloader.store.memory import MemoryWriter
 from shmloader.store.rows import DAMAGES, RowStore
 from shmloader.store.saving import FACTORIES, IPC, PARQUET, form_of
@@ -62,10 +63,27 @@ def open_store(
     chunks = _chunks_of(found, columns, allow_pickle)
     with naming(found[0]):
         store = RowStore(chunks)
-        if form["rows"] == "mapping":
-            factory = FACTORIES[form["missing"]] if "missing" in form else None
-            return MappingStore(store, index_of(store.column("key") if len(store) else store), factory)
-        return SetStore(store, index_of(store)) if form["rows"] == "set" else store
+        if form["rows"] not in ("mapping", "set"):
+            return store
+        is_mapping = form["rows"] == "mapping"
+        index = index_of(store.column("key") if is_mapping and len(store) else store)
+    if len(found) > 1:
+        _check_keys(index, chunks)
+    if not is_mapping:
+        return SetStore(store, index)
+    return MappingStore(store, index, FACTORIES[form["missing"]] if "missing" in form else None)
+
+
+def _check_keys(index: KeyIndex, chunks: Chunks) -> None:
+    """Refuse files that have a key in common: which value it has would depend on the way it is read."""
+    rows = index.rows_of_one_key()
+    if rows:
+        first, second = (chunks.sources[bisect_right(chunks.starts, row) - 1] for row in rows)
+        raise ValueError(
+            f"{second} has the key {index.keys[rows[0]]!r:.200}, which {first} has too. Files that are "
+            "opened together need different keys: open each by itself, and share what you make of them, such "
+            "as shmloader.share({**one, **other}), or one | other of sets"
+        )
 
 
 def paths_of(path: FilePath | Sequence[FilePath]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_of_tensor, wrap_array
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
+from shmloader.store.columns.kind import Block
 from shmloader.store.columns.values import KIND_OF_SCALAR
 
 if TYPE_CHECKING:
@@ -42,23 +43,20 @@ class ListMethods(Sequence[RowT_co]):
 
     take: Callable[..., Any]
 
-    def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
-        """Consecutive rows as a view of memory, and the kind of array that they become.
+    def items_between(self, begin: int, end: int) -> Block | None:
+        """Consecutive rows as a block: a view of memory.
 
         None if they do not lie in one array: they are no numbers or arrays, or in several pieces.
         """
         return None
 
-    def numbers(self) -> list[Any] | None:
-        """All rows as a list, made at once, where they are Python's numbers or lists of these; else None."""
-        array, kind = self._as_array() or (None, None)
-        return array.tolist() if array is not None and kind in _NUMBERS and array.ndim <= 2 else None
-
     def _as_array(self) -> tuple[Array, ArrayKind] | None:
         """All rows as one array; None for rows that become none."""
         found = self.items_between(0, len(self))
-        if found is not None or not len(self):
-            return found
+        if found is not None:
+            return found.items, found.kind
+        if not len(self):
+            return None
         taken = self.take(np.arange(len(self)))
         if isinstance(taken, torch.Tensor):
             kind = kind_of_tensor(taken)

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
@@ -85,6 +86,16 @@ class KeyIndex:
                 return row
             place += 1
         return -1
+
+    def rows_of_one_key(self) -> list[int] | None:
+        """Two rows that have the same key, of which `row_of` finds one; None if all keys differ."""
+        hashes, rows, odd = self._arrays
+        alike = rows[1:][hashes[1:] == hashes[:-1]]
+        for row in chain(alike.tolist(), odd.tolist()):
+            found = self.row_of(self.keys[row])
+            if found not in (-1, row):  # -1 of a NaN, which equals none
+                return sorted((found, row))
+        return None
 
     def __reduce__(self) -> Any:
         return KeyIndex, (self.keys, *self._arrays)

@@ -36,13 +36,15 @@ def located(path: str, given: FileSystem | None) -> tuple[FileSystem, list[str]]
     filesystem, path = file_system_of(path, given)
     if filesystem.is_local:
         return filesystem, [str(Path(one).resolve()) for one in files_of(path)]
-    folder, _, name = path.rpartition("/")
-    if glob.has_magic(folder):
-        raise ValueError(f"{path}: only the last part of a path that is not local may be a pattern")
-    if not glob.has_magic(path):
-        if filesystem.opened.get_file_info(path).type != pa.fs.FileType.Directory:
-            return filesystem, [path]
+    kind = filesystem.opened.get_file_info(path).type  # first: a name or query may look like a pattern
+    if kind == pa.fs.FileType.Directory:
         folder, name = path.rstrip("/"), "*"
+    elif kind == pa.fs.FileType.File or not glob.has_magic(path):
+        return filesystem, [path]
+    else:
+        folder, _, name = path.rpartition("/")
+        if glob.has_magic(folder):
+            raise ValueError(f"{path}: only the last part of a path that is not local may be a pattern")
     listed = filesystem.opened.get_file_info(pa.fs.FileSelector(folder))
     found = sorted(one.path for one in listed if one.is_file and fnmatch.fnmatchcase(one.base_name, name))
     found = [one for one in found if name != "*" or one.endswith(PARQUET)]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 
-from shmloader.codec.array_kinds import Array, ArrayKind
 from shmloader.errors import LoaderError
 from shmloader.store.base import Store, row_array, row_numbers
 from shmloader.store.chunks import Chunks, Column, Path, items_of_rows
@@ -199,7 +198,7 @@ class RowStore(Store):
                 raise
             self._raise(error)
 
-    def items_between(self, begin: int, end: int) -> tuple[Array, ArrayKind] | None:
+    def items_between(self, begin: int, end: int) -> Block | None:
         """See `ListMethods.items_between`."""
         chunk = bisect_right(self._starts, begin) - 1
         if begin >= end or end > self._starts[chunk + 1]:
@@ -213,7 +212,7 @@ class RowStore(Store):
         if block is None or block.bit is not None:
             return None
         first = self._starts[chunk]
-        return block.items[begin - first : end - first], block.kind
+        return block._replace(items=block.items[begin - first : end - first])
 
     def describe(self) -> StoreDescription:
         """The store's size, and the kind of each field."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import io
 import itertools
 import math
 import os
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -79,11 +81,13 @@ class TarStream(IterableDataset[dict[str, Any]]):
         """The samples of an archive, by its number, as bytes."""
         name, filesystem, path = self.archives[number]
         with filesystem.opened.open_input_stream(path, compression=None) as opened:
-            source = io.BufferedReader(opened, _READ_NBYTES)
+            source: Any = io.BufferedReader(opened, _READ_NBYTES)
             codec = next(
                 (codec for begin, codec in _CODECS.items() if source.peek(4).startswith(begin)), None
             )
-            if codec is not None:
+            if codec == "gzip":  # Arrow refuses zeros behind the data, which fill a tape's last block
+                source = gzip.GzipFile(fileobj=source)
+            elif codec is not None:
                 source = io.BufferedReader(pa.CompressedInputStream(source, codec), _READ_NBYTES)
             yield from self._grouped(name, _Forwards(name, source))
 
@@ -190,7 +194,7 @@ class _Forwards:
             while left > 0 and (part := self._source.read(min(left, _READ_NBYTES))):
                 parts.append(part)
                 left -= len(part)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
             raise ArchiveError(
                 f"{self._name}, offset {self._place:,}: it cannot be read further ({error!s:.300})"
             ) from error

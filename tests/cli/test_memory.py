@@ -197,6 +197,28 @@ def test_a_process_that_runs_is_followed_by_its_id_until_ctrl_c() -> None:
     assert "Traceback" not in text
 
 
+CLEANS_UP = """
+import os, pathlib, shutil, sys
+shutil.rmtree(pathlib.Path(os.environ["SHMLOADER_MEMORY_REPORTS"]).parent)  # as what tidies /tmp would
+sys.stdin.read()
+sys.exit(3)
+"""
+
+
+def test_a_program_that_cannot_be_followed_any_more_is_waited_for() -> None:
+    pipe = subprocess.PIPE
+    words = [*COMMAND, "--", sys.executable, "-c", CLEANS_UP]
+    with subprocess.Popen(words, stdin=pipe, stderr=pipe, text=True) as command:
+        assert command.stderr is not None
+        assert command.stdin is not None
+        said = [command.stderr.readline()]
+        while "FileNotFoundError" not in said[-1]:
+            said.append(command.stderr.readline())
+        command.stdin.close()
+    assert command.returncode == 3
+    assert any("runs on, and is followed no more" in line for line in said)
+
+
 def test_the_command_ends_with_the_process_that_it_follows(capfd: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.5)"]) as program:
         assert memory.main(["--pid", str(program.pid), "--every", "0.2"]) == 0

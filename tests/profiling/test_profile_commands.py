@@ -281,6 +281,26 @@ def test_a_picture_of_another_form_is_refused_before_the_program_starts(
 
 
 @pytest.mark.parametrize("command", ["profile", "memory"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_command_that_is_started_without_streams_runs_the_program_to_its_end(
+    command: str, closed: str
+) -> None:
+    """And the program is started without them too; what the command says goes to no other stream.
+
+    A warm interpreter would have files of its own in their places.
+    """
+    program = "import sys; raise SystemExit(5 if sys.stdout is None else 7 if sys.stderr is None else 1)"
+    words = [sys.executable, "-m", "shmloader", command, "--", sys.executable, "-c", program]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *words], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == (7 if closed == "2>&-" else 5)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert bool(done.stderr) == (closed == ">&-")
+
+
+@pytest.mark.parametrize("command", ["profile", "memory"])
 def test_the_exit_status_is_the_programs_also_when_nobody_reads_the_report(command: str) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -359,6 +359,53 @@ def test_file_systems_of_fsspec_are_read(tmp_path: Path) -> None:
     assert lazy[150] == lazy[50]
 
 
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in memory, empty."""
+    found = fsspec.filesystem("memory")
+    yield found
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]
+
+
+def test_a_remote_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path, memory: Any) -> None:
+    """As of a URL with a query."""
+    one, two = (write_columns(tmp_path / f"{n}.parquet", n, 10).read_bytes() for n in (100, 200))
+    names = ["/web/a.parquet?key=1", "/web/a[1].parquet", "/set[1]/a.parquet", "/web/[!a]?*.parquet"]
+    memory.pipe(dict.fromkeys(names, one) | {"/web/a.parquet.key=1": two, "/web/a1.parquet": two})
+    for name in names:
+        assert len(shmloader.open(name, lazy=True, filesystem=memory)) == 100
+        assert len(shmloader.open(f"memory:/{name}", lazy=True)) == 100
+    assert len(shmloader.open("/set[1]", lazy=True, filesystem=memory)) == 100
+    assert len(shmloader.open("/web/a?.parquet", lazy=True, filesystem=memory)) == 200
+    with pytest.raises(ValueError, match="only the last part"):
+        shmloader.open("/set[2]/a.parquet", lazy=True, filesystem=memory)
+
+
+def test_urls_without_a_folder_are_read(tmp_path: Path, memory: Any) -> None:
+    memory.pipe({f"/{name}.parquet": write_columns(tmp_path / "a", 100, 10).read_bytes() for name in "ab"})
+    for url, rows in {"memory://a.parquet": 100, "memory://*.parquet": 200, "memory://": 200}.items():
+        assert len(shmloader.open(url, lazy=True)) == rows
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_whole_bucket_is_read(tmp_path: Path) -> None:
+    write_columns(tmp_path / "a.parquet", 100, 10)
+    with object_store(tmp_path) as store:
+        options = f"scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{store.server_port}"
+        assert len(shmloader.open(f"s3://key:secret@data?{options}", lazy=True)) == 100
+
+
+def test_all_of_a_file_url_is_decoded(tmp_path: Path) -> None:
+    path = tmp_path / "my set" / "é 100%25 [1]?.parquet"
+    path.parent.mkdir()
+    write_columns(path, 100, 10)
+    write_columns(path.with_name("other 1.parquet"), 30, 10)
+    assert len(shmloader.open(path.as_uri(), lazy=True)) == 100
+    assert len(shmloader.open(f"{path.parent.as_uri()}/other%20?.parquet", lazy=True)) == 30
+    assert len(shmloader.open(path.parent.as_uri(), lazy=True)) == 130
+
+
 def test_a_file_of_fsspec_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/gone/a.parquet", write_columns(tmp_path / "a.parquet", 100, 10).read_bytes())

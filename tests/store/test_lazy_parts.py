@@ -159,6 +159,13 @@ def test_a_window_of_a_worker_is_read_with_one_call(tmp_path: Path, monkeypatch:
     }  # one is read for a first row
 
 
+def test_rows_of_a_selection_are_read_one_by_one(tmp_path: Path, calls: list[list[int]]) -> None:
+    lazy: Any = shmloader.open(write_columns(tmp_path / "a.parquet", 1000, 10), lazy=True)
+    for view in (lazy.select(np.arange(0, 1000, 7)), lazy[:1000]):
+        assert [view[0]["c0"] for _ in range(4)] == [0] * 4
+    assert calls == [[0]]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_ranges_are_found_as_by_a_search(seed: int) -> None:
     dice = np.random.default_rng(seed)

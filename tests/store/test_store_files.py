@@ -543,6 +543,44 @@ def test_a_list_of_files_and_patterns_is_read_in_its_order(tmp_path: Path) -> No
     assert pickle.loads(pickle.dumps(store)) == list(store)
 
 
+@pytest.mark.parametrize("suffix", ["arrow", "parquet"])
+@pytest.mark.parametrize(
+    ("one", "other", "key"),
+    [
+        ({"a": 1, "b": 2}, {"b": 20, "c": 3}, "'b'"),
+        ({n: n for n in range(3000)}, {n + 0.0: n for n in range(2999, 6000)}, r"2999"),
+        ({1, 2}, {2, 3}, "2"),
+        (
+            {dt.date(2024, 1, n): n for n in (1, 2, 3)},
+            {dt.date(2024, 1, 3): 5},
+            r"datetime\.date\(2024, 1, 3\)",
+        ),
+    ],
+    ids=["texts", "numbers", "sets", "others"],
+)
+def test_a_key_in_two_files_is_named(tmp_path: Path, one: Any, other: Any, key: str, suffix: str) -> None:
+    paths = [tmp_path / f"{name}.{suffix}" for name in ("one", "other")]
+    for data, path in zip((one, other), paths, strict=True):
+        share(data).save(path)
+    with pytest.raises(
+        ValueError, match=rf"other\.{suffix} has the key {key}.*, which .*one\.{suffix} has too"
+    ):
+        open_store(paths)
+    with pytest.raises(ValueError, match=r"which .* has too"):
+        open_store([paths[0], paths[0]])
+
+
+def test_mappings_and_sets_of_several_files_are_one(tmp_path: Path) -> None:
+    nan = float("nan")
+    parts: list[Any] = [{1: "a", nan: "b"}, {}, {2: "c", nan: "d", "x" * 50: "e"}], [{1, 2}, set(), {3, "a"}]
+    for some in parts:
+        for number, data in enumerate(some):
+            share(data).save(tmp_path / f"{number}.arrow")
+        found = open_store([tmp_path / f"{number}.arrow" for number in range(3)])
+        assert len(found) == sum(map(len, some))
+        assert all(key in found for data in some for key in data if key is not nan)
+
+
 @pytest.mark.parametrize("nothing", ["", [], [""]])
 def test_an_empty_path_is_refused(nothing: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     share([{"label": 1}]).save(tmp_path / "a.arrow")

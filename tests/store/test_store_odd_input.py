@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -196,6 +196,57 @@ def test_numpys_texts_keep_zeros_at_their_end(text: Any) -> None:
     assert [len(row) for row in store[:3]] == [len(text), 1, 1]
     assert type(store[0]) is type(text)
     assert share({text: 1}).get(text[:]) == 1
+
+
+class Metres(np.float64):
+    def __new__(cls, number: float, note: str = "") -> Self:
+        metres = super().__new__(cls, number)
+        metres.note = note
+        return metres
+
+    note: str
+
+
+class Label(np.str_):
+    __slots__ = ()
+
+
+class Serial(np.longlong):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("made", [Metres(2.5, "of the door"), Label("a\0"), Serial(1 << 40)], ids=repr)
+def test_subclasses_of_numpys_scalars_come_back_as_themselves(made: Any) -> None:
+    """NumPy's own pickles give the scalar of the dtype, without attributes."""
+    places = (
+        share([made] * 3),
+        share([made, 1, "a"] * 20),
+        share([{object: made}] * 3)[0].values(),
+        share({made}),
+    )
+    for one in (next(iter(place)) for place in places):
+        assert type(one) is type(made)
+        assert repr(one) == repr(made)
+        assert getattr(one, "__dict__", None) == getattr(made, "__dict__", None)
+
+
+def test_a_longlong_in_a_file_is_no_int64_and_no_pickle(tmp_path: Path) -> None:
+    rows = [np.longlong(1), np.int64(2), np.ulonglong(3), None] * 10
+    share(rows).save(tmp_path / "numbers.arrow")
+    for store in (share(rows), open_store(tmp_path / "numbers.arrow")):
+        assert [type(row) for row in store] == [type(row) for row in rows]
+        assert list(store) == rows
+
+
+def test_numbers_of_dtypes_that_other_libraries_add_are_kept() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    for name in ("float8_e5m2", "float8_e4m3fn", "bfloat16", "int4"):  # of kinds "f" and "V"
+        number = getattr(ml_dtypes, name)(1)
+        for value in (number, np.full(3, number), np.array(number)):
+            for row in share([value] * 40):
+                assert type(row) is type(value)
+                assert row.dtype == value.dtype
+                assert (row == value).all()
 
 
 def test_uuids_keep_how_safe_they_are() -> None:

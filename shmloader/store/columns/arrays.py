@@ -59,7 +59,12 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.generic)):
+def _is_of_numpy(kind: type) -> bool:
+    """Whether a type is one of NumPy's own scalars, and no subclass, of which a dtype would not tell."""
+    return issubclass(kind, np.generic) and kind.__module__ == "numpy"
+
+
+class Scalars(PythonType, name="scalar", where=_is_of_numpy):
     """NumPy scalars of ``dtype``: numbers, or items of bytes."""
 
     getter = Kind.getter
@@ -77,7 +82,9 @@ class Scalars(PythonType, name="scalar", where=lambda kind: issubclass(kind, np.
         if dtype is None or not is_plain(dtype):
             return Pickles.write(values)
         kind = pa.from_numpy_dtype(dtype) if _is_native(dtype) else pa.binary(dtype.itemsize)
-        return cls.around(buffers.numbers_to_arrow(np.array(values, dtype), kind), dtype=dtype.str)
+        # An int64 and a longlong have one string, and two types.
+        name = dtype.str if np.dtype(dtype.str).type is dtype.type else dtype.char
+        return cls.around(buffers.numbers_to_arrow(np.array(values, dtype), kind), dtype=name)
 
     def items(self, column: Any) -> Array:
         dtype, storage = dtype_named(self.parameters["dtype"]), column.storage

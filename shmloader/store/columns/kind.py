@@ -90,6 +90,11 @@ class Block(NamedTuple):
     stacks: bool = True  # whether many rows are given as that array, and not as a list
     bit: int | None = None  # the place of the first value in the bytes
 
+    @property
+    def has_python_numbers(self) -> bool:
+        """Whether rows are numbers of Python, or lists of these: `kind` tells them from no other scalars."""
+        return self.rows is np.ndarray.tolist
+
 
 Weights = int | Array
 """The work of building each row: an array, or one int if all take the same.

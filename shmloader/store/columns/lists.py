@@ -142,7 +142,7 @@ class FixedLists(Lists, arrow=[pa.list_(pa.null(), 1)]):
 
     def block(self, column: Any, memory: SharedBuffer | None) -> Block | None:
         size, found = column.type.list_size, block_of(column.values, memory)
-        if found is None or not size or found.bit is not None or found.rows is not np.ndarray.tolist:
+        if found is None or not size or found.bit is not None or not found.has_python_numbers:
             return None
         items = found.items[column.offset * size : (column.offset + len(column)) * size]
         return found._replace(items=items.reshape(len(column), size, *items.shape[1:]), stacks=False)

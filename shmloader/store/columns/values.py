@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 from pyarrow import types as arrow
 
-from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, kind_of_tensor
+from shmloader.codec.array_kinds import Array, ArrayKind, array_of_tensor, is_plain, kind_of_tensor
 from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.store.columns import buffers
@@ -308,12 +308,13 @@ class Pickles(PythonType, name="pickle", over=Octets):
 class _ObjectPickler(pickle.Pickler):
     """Pickles tensors as their bytes: torch's own way is slow, and drags whole storages along.
 
-    NumPy's own way with its texts drops zeros at their end, and that with a part of an array the byte order.
+    NumPy's own way with a part of an array drops the byte order; for its way with scalars see
+    `_reduced_scalar`.
     """
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is np.str_ or type(value) is np.bytes_:
-            return type(value), (value[:],)
+        if isinstance(value, np.generic):
+            return _reduced_scalar(value)
         if type(value) is np.ndarray and not value.dtype.isnative and not value.flags.forc:
             return value.copy().__reduce_ex__(5)
         if type(value) is not torch.Tensor or value.requires_grad:
@@ -326,6 +327,30 @@ class _ObjectPickler(pickle.Pickler):
         if kind is None:
             return NotImplemented
         return _make_tensor, (array_of_tensor(value, kind.dtype), CODE_OF_TORCH_DTYPE[value.dtype])
+
+
+def _reduced_scalar(value: Any) -> Any:
+    """A scalar by its own type. NumPy's way gives that of the dtype, and drops zeros at the end of texts."""
+    kind, dtype = type(value), value.dtype
+    is_reduced_by_numpy = (kind.__reduce__, kind.__reduce_ex__) == _REDUCED_BY_NUMPY
+    is_kept = kind is dtype.type and dtype.char not in "qQSU"
+    if is_kept or not is_plain(dtype) or not is_reduced_by_numpy:
+        return NotImplemented
+    plain = value[:] if dtype.kind in "SU" else int(value) if dtype.kind in "iu" else np.asarray(value)[()]
+    if kind is dtype.type:
+        return kind, (plain,)
+    return _make_scalar, (dtype.type, kind, plain, getattr(value, "__dict__", {}))
+
+
+_REDUCED_BY_NUMPY: Any = np.generic.__reduce__, np.generic.__reduce_ex__
+
+
+def _make_scalar(base: Any, kind: type, plain: Any, attributes: dict[str, Any]) -> Any:
+    """A scalar of a subclass of one of NumPy's types, which has a ``__setstate__`` that drops attributes."""
+    scalar = base.__new__(kind, plain)
+    if attributes:
+        vars(scalar).update(attributes)
+    return scalar
 
 
 def _make_tensor(array: Any, code: int) -> torch.Tensor:
