@@ -87,16 +87,20 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     return restore
 
 
+_OF_ONE_LOADER = ("shard", "shared_by")
+
+
 def _check_defaults(options: dict[str, Any]) -> None:
     unknown = options.keys() - OWN_DEFAULTS.keys()
     if unknown:
-        known = ", ".join(name for name in OWN_DEFAULTS if name != "shard")
+        known = ", ".join(name for name in OWN_DEFAULTS if name not in _OF_ONE_LOADER)
         raise TypeError(f"install() has no option {', '.join(sorted(unknown))}: it has {known}")
-    if options.get("shard") is not None:
-        raise ValueError(
-            f"install(shard={options['shard']!r}) is not possible: batches would be others than torch's. "
-            "Make the loader with shmloader.DataLoader(shard=...)"
-        )
+    for name in _OF_ONE_LOADER:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"install({name}={options[name]!r}) is not possible: batches would be others than torch's. "
+                f"Make the loader with shmloader.DataLoader({name}=...)"
+            )
     _check(options, torch.utils.data.Dataset(), 1, True, None)
 
 

@@ -108,16 +108,21 @@ class TarDataset(Dataset[dict[str, Any]]):
                     f"archive {len(data):,}. It was changed since"
                 )
             data += more
+        self._check(archive, os.fstat(file.fd))  # it may be rewritten while it is open
         return data
 
-    def _opened(self, archive: int) -> OwnDescriptor:
-        file = OwnDescriptor(os.open(self.paths[archive], os.O_RDONLY | os.O_CLOEXEC))
-        status, identity = os.fstat(file.fd), self._identities[archive]
+    def _check(self, archive: int, status: os.stat_result) -> None:
+        """Raise if an archive is another than when its index was made."""
+        identity = self._identities[archive]
         if (status.st_size, status.st_mtime_ns) != identity[:2]:
             raise ArchiveError(
                 f"{self.paths[archive]} was changed since its index was made: it has {status.st_size:,} "
                 f"bytes, and had {identity.size:,}. Make a new TarDataset"
             )
+
+    def _opened(self, archive: int) -> OwnDescriptor:
+        file = OwnDescriptor(os.open(self.paths[archive], os.O_RDONLY | os.O_CLOEXEC))
+        self._check(archive, os.fstat(file.fd))
         if len(self._files) < _MOST_OPEN:
             file = self._files.setdefault(archive, file)
         return file

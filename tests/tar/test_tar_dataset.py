@@ -153,6 +153,23 @@ def test_an_index_is_made_once_and_made_anew_for_another_archive(
         stale[0]
 
 
+def test_an_archive_that_is_rewritten_while_it_is_open_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.tar", members_of(5))
+    dataset = TarDataset(path)
+    first = dataset[0]
+    before = path.stat()
+    write(path, members_of(6))
+    assert path.stat().st_ino == before.st_ino
+    with pytest.raises(ArchiveError, match=r"one\.tar was changed since its index was made"):
+        dataset[0]
+    path.rename(tmp_path / "other")  # one that is put in its place
+    write(path, members_of(5))
+    again = TarDataset(path)
+    assert again[0] == first
+    write(tmp_path / "new", members_of(6)).rename(path)
+    assert again[0] == first
+
+
 @pytest.mark.parametrize("how", ["cut", "another", "turned", "outside"])
 def test_a_damaged_index_is_made_anew(tmp_path: Path, how: str) -> None:
     path = write(tmp_path / "one.tar", members_of(5))
