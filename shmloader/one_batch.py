@@ -54,8 +54,8 @@ def batch_of(
     if settings.seeds_samples and seeds is None:
         raise ResumeError(
             f"samples are seeded from the base seed of their epoch, and this loader does not know that of "
-            f"epoch {epoch}: call set_epoch() before each epoch, load a state of epoch {epoch} first, or pass "
-            "seed_per_sample=False"
+            f"epoch {epoch}: call set_epoch() before each epoch, or load a state of epoch {epoch} first, or "
+            "pass seed_per_sample=False"
         )
     index_batch = _index_batch(settings.index_sampler, epoch, number, begin)
     rules = FetchRules.of(settings, None)
