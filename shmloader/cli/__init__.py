@@ -8,6 +8,7 @@ another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -35,7 +36,11 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's; gives the exit status, which is 130 after Ctrl-C."""
-    _open_closed_streams()
+    with _open_streams():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m shmloader",
         description="Tools of shmloader, the shared-memory DataLoader for PyTorch.",
@@ -60,11 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _open_closed_streams() -> None:
-    """Let all be written nowhere that is for a stream which the process was started without: it is None."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - to the end
+@contextlib.contextmanager
+def _open_streams() -> Iterator[None]:
+    """Let what is for a stream go nowhere if the process was started without it: it is None then."""
+    with contextlib.ExitStack() as stack:
+        redirects = (sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)
+        for redirect in (redirect for stream, redirect in redirects if stream is None):
+            nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+            stack.enter_context(redirect(nowhere))
+        yield
 
 
 def _summaries() -> Iterator[str]:
