@@ -85,7 +85,9 @@ class TarStream(IterableDataset[dict[str, Any]]):
             codec = next(
                 (codec for begin, codec in _CODECS.items() if source.peek(4).startswith(begin)), None
             )
-            if codec == "gzip":  # Arrow refuses zeros behind the data, which fill a tape's last block
+            if (
+                codec == "gzip"
+            ):  # not by Arrow, which refuses zeros behind the data: the rest of a tape's block
                 source = gzip.GzipFile(fileobj=source)
             elif codec is not None:
                 source = io.BufferedReader(pa.CompressedInputStream(source, codec), _READ_NBYTES)
