@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import io
 import itertools
 import math
 import os
 import tarfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,15 +79,11 @@ class TarStream(IterableDataset[dict[str, Any]]):
         """The samples of an archive, by its number, as bytes."""
         name, filesystem, path = self.archives[number]
         with filesystem.opened.open_input_stream(path, compression=None) as opened:
-            source: Any = io.BufferedReader(opened, _READ_NBYTES)
+            source = io.BufferedReader(opened, _READ_NBYTES)
             codec = next(
                 (codec for begin, codec in _CODECS.items() if source.peek(4).startswith(begin)), None
             )
-            if (
-                codec == "gzip"
-            ):  # not by Arrow, which refuses zeros behind the data: the rest of a tape's block
-                source = gzip.GzipFile(fileobj=source)
-            elif codec is not None:
+            if codec is not None:
                 source = io.BufferedReader(pa.CompressedInputStream(source, codec), _READ_NBYTES)
             yield from self._grouped(name, _Forwards(name, source))
 
@@ -196,7 +190,7 @@ class _Forwards:
             while left > 0 and (part := self._source.read(min(left, _READ_NBYTES))):
                 parts.append(part)
                 left -= len(part)
-        except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException) as error:
             raise ArchiveError(
                 f"{self._name}, offset {self._place:,}: it cannot be read further ({error!s:.300})"
             ) from error

@@ -128,16 +128,6 @@ def test_an_archive_is_read_on_after_an_interrupt(tmp_path: Path) -> None:
     assert [*found, *iterator] == samples
 
 
-@pytest.mark.parametrize("zeros", [1, 511, 3 << 20])
-def test_zeros_behind_a_gzip_archive_are_no_damage(tmp_path: Path, zeros: int) -> None:
-    """As `gzip` and `tar` take them: a tape's last block is filled with them."""
-    path = write(tmp_path / "a.tar", members_of(10))
-    samples = list(TarDataset(path))
-    for pack in (gzip.compress, in_two_parts):
-        (tmp_path / "a.tar.gz").write_bytes(pack(path.read_bytes()) + bytes(zeros))
-        assert list(TarStream(tmp_path / "a.tar.gz")) == samples
-
-
 def damaged(data: bytes, how: str) -> bytes:
     if how == "cut":
         return data[: len(data) // 2]
