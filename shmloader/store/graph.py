@@ -298,10 +298,10 @@ def find_all(root: Any, is_wanted: Callable[[Any], bool]) -> dict[int, Node]:
     while found:
         key = found.pop()
         if key not in nodes:
-            nodes[key] = Node(values[key], "")
             by = holders.get(key, [])
-            nodes[key].parents = by if isinstance(by, list) else [by]
-            found += nodes[key].parents
+            node = nodes[key] = Node(values[key], "")
+            node.parents.extend(by if isinstance(by, list) else [by])
+            found += node.parents
     return nodes
 
 
