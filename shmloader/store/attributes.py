@@ -30,7 +30,7 @@ from shmloader.store.base import Store
 from shmloader.store.columns.encode import ColumnEncoder
 from shmloader.store.columns.key_hashes import hashes_of
 from shmloader.store.columns.kind import COLUMN
-from shmloader.store.graph import Graph, Node, blame_element
+from shmloader.store.graph import Graph, Node, blame_element, find_all
 from shmloader.store.handles import MappedFiles, is_shared, register
 from shmloader.store.mapping import MappingStore, SetStore, factory_of, write_index
 from shmloader.store.memory import Make, MemoryWriter, Table, write_rows
@@ -55,7 +55,8 @@ def share_graph(root: Any, *, copy: bool = False, only_held: bool = False, in_pl
     root = root if only_held else objects.plain_if_few(root)
     graph = Graph(root, is_asked_for=not only_held)
     nodes = [node for node in graph.nodes.values() if node.plan]
-    replacer = Replacer(graph, in_place=in_place)
+    elsewhere = graph.held_elsewhere() if in_place else set[int]()
+    replacer = Replacer(graph.nodes, in_place=in_place, elsewhere=elsewhere)
     if in_place:
         files = MappedFiles()  # what the program shares with its workers by itself stays so
         nodes = [one for one in nodes if one.plan != "array" or not files.is_shared_by_program(one.value)]
@@ -181,13 +182,24 @@ def share_for_loader(dataset: Any) -> Any:
 
 def unshare(root: Any) -> Any:
     """Put lists, dicts and arrays in the place of shared ones; see `shmloader.unshare`."""
-    graph = Graph(root, is_whole=True)
-    replaced = {key: made for key, node in graph.nodes.items() if (made := _unshared(node.value)) is not None}
-    return Replacer(graph, in_place=True, spares=False).replace(root, replaced)
+    replaced: dict[int, Any] = {}
+
+    def is_shared_one(value: Any) -> bool:
+        made = _unshared(value)
+        if made is not None:
+            replaced[id(value)] = made
+        return made is not None
+
+    nodes = find_all(root, is_shared_one)
+    return Replacer(nodes, in_place=True).replace(root, replaced) if replaced else root
 
 
 def _unshared(value: Any) -> Any:
     """A copy of a shared value in the memory of this process; None if it is not shared."""
+    if type(value) in (np.ndarray, torch.Tensor):
+        if not is_shared(value, None):
+            return None
+        return value.clone() if isinstance(value, torch.Tensor) else value.copy()
     if isinstance(value, MappingStore):
         factory = value.default_factory
         return value.plain() if factory is None else defaultdict(factory, value.plain())
@@ -197,9 +209,7 @@ def _unshared(value: Any) -> Any:
         with contextlib.suppress(Exception):  # of its objects, which cannot be pickled: nor are they shared
             arrays = (np.asarray(view) for view in _pickled_pandas(value)[1] if view.nbytes)
             return deepcopy(value) if any(is_shared(array, None) for array in arrays) else None
-    if type(value) not in (np.ndarray, torch.Tensor) or not is_shared(value, None):
-        return None
-    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    return None
 
 
 # --- writing of values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import reprlib
 import sys
 import time
@@ -24,6 +25,7 @@ _WHY_NOT_POLARS = "polars keeps its memory to itself: keep the to_arrow() of it,
 _MOST_LABELS = 16  # of a path that is shown
 _SURE = {id(kind) for kind in (str, int, float, bool, bytes, type(None))}  # a metaclass may define ==
 _ENTERED = {id(kind) for kind in (list, tuple, dict)}
+_MOST_PLAIN = 32  # parts of a row of plain values
 _MOST_NODES = 500_000
 _MOST_SECONDS = 2.0
 
@@ -66,12 +68,8 @@ class Node:
 class Graph:
     """The objects that can be reached from a root, by ``id``; every object stays alive through its node."""
 
-    def __init__(self, root: Any, *, is_asked_for: bool = False, is_whole: bool = False) -> None:
-        """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size.
-
-        A walk of the ``is_whole`` graph enters also what is only data, and ends only when all has been seen.
-        """
-        self._is_whole = is_whole
+    def __init__(self, root: Any, *, is_asked_for: bool = False) -> None:
+        """Walk through an object and all that it holds; one ``is_asked_for`` is shared whatever its size."""
         self.left: list[tuple[Node, int, str]] = []  # large ones that cannot be shared: size, and why
         self.stopped: Node | None = None  # where the walk was given up, for its length
         self._files = MappedFiles()
@@ -83,9 +81,9 @@ class Graph:
         while todo:
             node, held = todo.popleft()
             for label, child in held:
-                if _is_small(child) or (is_whole and _is_plain(child)):
+                if _is_small(child):
                     continue
-                if not is_whole and (len(self.nodes) > _MOST_NODES or time.monotonic() > end):
+                if len(self.nodes) > _MOST_NODES or time.monotonic() > end:
                     self.stopped = Node(child, label, node)
                     return
                 known = self.nodes.get(id(child))
@@ -131,11 +129,7 @@ class Graph:
             return objects.attributes_of(value)
         if objects.is_store(value):
             return ()
-        kind = objects.container_kind(value)
-        is_own = is_a(value, list | dict | deque) and not is_hugging_face(value)  # may be a class of its own
-        if self._is_whole and (is_own or kind is list):
-            return objects.elements_of(value)
-        if kind is not None:
+        if objects.container_kind(value) is not None:
             return self._open_container(node)
         if is_hugging_face(value):
             # Of a dataset the tables in memory: of its rows, and of its indices if it was shuffled.
@@ -230,12 +224,85 @@ def _is_small(value: Any) -> bool:
     return id(type(value)) in _SURE and static.sizeof(value) < objects.LEAST_NBYTES
 
 
-def _is_plain(value: Any, depth: int = 4) -> bool:
-    """Whether a value is made of numbers, texts and builtin containers alone, as most rows are."""
-    kind = type(value)
-    if id(kind) not in _ENTERED or not depth:
-        return id(kind) in _SURE
-    return all(_is_plain(one, depth - 1) for one in (value.values() if kind is dict else value))
+class _Parts:
+    """What objects hold, data as well, without the way to it; knows the classes that it has met."""
+
+    def __init__(self) -> None:
+        self._is_atom = dict.fromkeys(_SURE, True)  # by ``id``, like the next
+        self._is_open: dict[int, bool] = {}
+
+    def are_plain(self, value: Any, depth: int = 3) -> bool:
+        """Whether a value surely holds nothing but numbers, texts and the like, as most rows do."""
+        kind = type(value)
+        key = id(kind)
+        if key in _ENTERED:
+            if not depth or len(value) > _MOST_PLAIN:  # may be in many places: is looked at once
+                return False
+            held = value.values() if kind is dict else value
+        else:
+            if key not in self._is_atom:
+                self._is_atom[key] = issubclass(kind, objects.ATOMS)
+                self._is_open[key] = objects.is_open(value)
+            if self._is_atom[key] or not depth or not self._is_open[key]:
+                return self._is_atom[key]
+            held = gc.get_referents(value)
+        is_atom = self._is_atom.get
+        for one in held:  # noqa: SIM110 - a generator takes twice as long
+            if not is_atom(id(type(one))) and not self.are_plain(one, depth - 1):
+                return False
+        return True
+
+    def of(self, value: Any) -> Iterable[Any] | None:
+        """What an object holds; None if it is not entered."""
+        kind = type(value)
+        if kind is list or kind is tuple:
+            return value  # type: ignore[no-any-return]
+        if self._is_open.get(id(kind)):
+            return (held for _, held in objects.attributes_of(value))
+        if objects.is_store(value):
+            return None
+        # A list or dict may be of a class of its own.
+        is_hugging = is_hugging_face(value)
+        if is_a(value, dict) or (is_a(value, list | deque) and not is_hugging):
+            return (held for _, held in static.items(value))
+        if objects.container_kind(value) is list:
+            return (held for _, held in static.items(value))
+        if is_hugging:
+            return (held for _, held in objects.attributes_of(value) if is_table_in_memory(held))
+        return (held for _, held in objects.attributes_of(value)) if objects.is_open(value) else None
+
+
+def find_all(root: Any, is_wanted: Callable[[Any], bool]) -> dict[int, Node]:
+    """The wanted ones among all that a root holds, data as well, and what leads to them, by ``id``."""
+    parts = _Parts()
+    values, holders = {id(root): root}, dict[int, list[int] | int]()
+    found, todo = list[int](), [root]
+    while todo:
+        value = todo.pop()
+        key, held = id(value), parts.of(value)
+        if held is None and is_wanted(value):
+            found.append(key)
+        for child in held or ():
+            if parts.are_plain(child):
+                continue
+            known = id(child)
+            if known not in values:
+                values[known] = child
+                todo.append(child)
+            before = holders.setdefault(known, key)  # one number for most: a list takes as much as all else
+            if isinstance(before, list):
+                before.append(key)
+            elif before != key:
+                holders[known] = [before, key]
+    nodes: dict[int, Node] = {}
+    while found:
+        key = found.pop()
+        if key not in nodes:
+            by = holders.get(key, [])
+            node = nodes[key] = Node(values[key], "")
+            node.parents.extend(by if isinstance(by, list) else [by])
+            found += node.parents
+    return nodes
 
 
 def _shown(key: Any) -> str:

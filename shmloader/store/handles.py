@@ -43,7 +43,7 @@ from shmloader.codec.layout import CODE_OF_TORCH_DTYPE, DTYPES
 from shmloader.codec.leaves import wrap_tensor
 from shmloader.errors import LoaderError
 from shmloader.memory import PAGE_NBYTES
-from shmloader.store.sealed_buffer import SharedBuffer, buffer_at
+from shmloader.store.sealed_buffer import SharedBuffer, buffer_at, may_be_written
 
 _LEAST_NBYTES = 1 << 12  # smaller ones are sent by value: a descriptor costs more
 
@@ -225,8 +225,7 @@ def _handle(value: Any, files: MappedFiles | None, *, is_sent: bool = True) -> t
     low, high = bounds_of(value)
     buffer = buffer_at(low, high - low) if high - low >= _LEAST_NBYTES or not is_sent else None
     if buffer is not None:
-        # Also of a read-only array: it may be a view of a tensor that was written to.
-        is_stale = is_sent and _is_changed(low, high)
+        is_stale = is_sent and may_be_written(value) and _is_changed(low, high)
         return low, None if is_stale else (buffer, low - buffer.address, high - low)
     return low, files.items_at(low, high) if files is not None and _may_be_mapped(value) else None
 

@@ -8,7 +8,6 @@ the others, and frameworks set variables in all of them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime as dt
 import enum
 import functools
@@ -17,6 +16,7 @@ import itertools
 import multiprocessing
 import os
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -29,8 +29,7 @@ _RANK_VARIABLES = ("LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _AT_IMPORT = dict(os.environ)  # if the initial environment cannot be read
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), range, PurePath, dt.date, dt.timedelta)
 _VALUES = (*_PLAIN, enum.Enum, type, list, tuple, set, frozenset)
-_MOST_PARTS = 10_000  # of a fingerprint: of much data the beginning counts
-_MOST_DEPTH = 8
+_MOST_PARTS = 1_000_000  # of a fingerprint, which takes a second or two then
 
 
 def job_of_process(name: str) -> list[str]:
@@ -92,32 +91,40 @@ def _is_python(pid: int) -> bool:
 def fingerprint_of(build: Callable[[], Any]) -> str:
     """A fingerprint of a function without arguments: its place, and the values that it is bound to.
 
-    Attributes of objects do not count. They differ between the ranks of one run, as `self.device` does, and
-    between objects that share rightly.
+    Dicts and attributes of objects do not count. They differ between the ranks of one run, as the rank in a
+    configuration and `self.device` do, and between objects that share rightly.
     """
-    return hashlib.sha256(_text_of(build, 0).encode(errors="backslashreplace")).hexdigest()[:32]
+    return hashlib.sha256(_text_of(build, _MOST_PARTS).encode(errors="backslashreplace")).hexdigest()[:32]
 
 
-def _text_of(value: Any, depth: int) -> str:
-    return "\0".join(itertools.islice(_parts_of(value, depth), _MOST_PARTS))
+def _text_of(value: Any, most: int) -> str:
+    return "\0".join(itertools.islice(_parts_of(value, most), most))
 
 
-def _parts_of(value: Any, depth: int) -> Iterator[str]:
-    """Texts that tell a value from others, the same in each process."""
-    yield repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
-    if isinstance(value, enum.Enum):
-        yield str(value.name)
-    elif callable(value):
-        line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
-        yield from map(str, (getattr(value, "__module__", None), getattr(value, "__qualname__", None), line))
-    if depth < _MOST_DEPTH:
-        held = _held_by(value, depth)
+def _parts_of(value: Any, most: int) -> Iterator[str]:
+    """Texts that tell a value from others, the same in each process.
+
+    All arguments come before the elements of the first, so that a long one does not hide those behind it.
+    """
+    todo = deque([value])
+    while todo:
+        value = todo.popleft()
+        is_plain = isinstance(value, _PLAIN)
+        yield repr(value) if is_plain else type(value).__qualname__
+        if isinstance(value, enum.Enum):
+            yield str(value.name)
+        elif is_plain:
+            continue
+        elif callable(value):
+            line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
+            place = getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
+            yield from map(str, place)
+        held = _held_by(value, most)
         yield str(len(held))
-        for one in held:
-            yield from _parts_of(one, depth + 1)
+        todo.extend(itertools.islice(held, most - len(todo)))
 
 
-def _held_by(value: Any, depth: int) -> Sequence[Any]:
+def _held_by(value: Any, most: int) -> Sequence[Any]:
     """The values that a function is bound to, or the elements of a container, in the same order anywhere."""
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *sorted(value.keywords.items()))
@@ -128,14 +135,7 @@ def _held_by(value: Any, depth: int) -> Sequence[Any]:
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty one
                 bound.append(cell.cell_contents)
-        # Not dicts and objects that it only mentions: a configuration may hold the rank.
         return [one for one in bound if isinstance(one, _VALUES)]
     if isinstance(value, set | frozenset):
-        few = value if len(value) <= _MOST_PARTS else ()
-        return [len(value), *sorted(few, key=lambda one: _text_of(one, depth + 1))]
-    if isinstance(value, dict):
-        return list(value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        is_value = value.__dataclass_params__.frozen  # type: ignore[attr-defined]
-        return [getattr(value, field.name) for field in dataclasses.fields(value)] if is_value else ()
+        return sorted(_text_of(one, most // (len(value) + 1)) for one in value)
     return value if isinstance(value, list | tuple) else ()

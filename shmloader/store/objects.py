@@ -60,6 +60,8 @@ _SCALARS = (str, bytes, bytearray, int, float, complex, bool, type(None), np.gen
 _VALUES = (enum.Enum, dt.date, dt.time, dt.timedelta, decimal.Decimal, pathlib.PurePath)
 _DATA = (*_SCALARS, *_VALUES, uuid.UUID, np.ndarray, torch.Tensor)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)  # of no size
+ATOMS = (*_SCALARS, *_VALUES, uuid.UUID, *_CODE)
+"""Values that hold no others, and code: neither is walked through or shared."""
 # Never walked through: they are not data, or their attributes do not show what belongs to them.
 _CLOSED = (
     torch.nn.Module,

@@ -13,12 +13,13 @@ import types
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
 from shmloader.store import objects, static
-from shmloader.store.graph import Graph, Node
+from shmloader.store.graph import Node
 from shmloader.store.static import is_a
 
 _Put = Callable[[Any], object]
@@ -28,12 +29,13 @@ _Put = Callable[[Any], object]
 class Replacer:
     """Replaces objects of a graph: in copies of their holders, or ``in_place``, in what can be written to.
 
-    It ``spares`` holders that something outside of the graph refers to, unless told otherwise.
+    It spares holders that are also held ``elsewhere``, outside of the graph.
     """
 
-    def __init__(self, graph: Graph, *, in_place: bool, spares: bool = True) -> None:
-        self._nodes = graph.nodes
-        elsewhere = graph.held_elsewhere() if in_place and spares else set[int]()
+    def __init__(
+        self, nodes: dict[int, Node], *, in_place: bool, elsewhere: AbstractSet[int] = frozenset()
+    ) -> None:
+        self._nodes = nodes
         holders = {key for node in self._nodes.values() for key in node.parents}
         mutable = {key for key in holders if not _is_immutable(self._nodes[key].value)}
         self._spared = mutable & elsewhere

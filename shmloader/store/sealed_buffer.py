@@ -25,6 +25,7 @@ from pickle import PicklingError
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from shmloader.errors import SharedMemoryExhausted
 from shmloader.memory.huge_pages import make_pages_huge, take_huge_pages
@@ -139,6 +140,17 @@ def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
     # A list of references: another thread may make a buffer meanwhile.
     buffers = (reference() for reference in _buffers.valuerefs())
     return next((one for one in buffers if one is not None and one.holds(address, nbytes)), None)
+
+
+def may_be_written(value: Any) -> bool:
+    """Whether this process can write to an array's memory through it, or through what it is a view of."""
+    while value is not None:
+        if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.flags.writeable):
+            return True
+        if isinstance(value, memoryview) and not value.readonly:
+            return True
+        value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None)
+    return False
 
 
 def _attach(descriptor: Descriptor, nbytes: int) -> SharedBuffer:

@@ -40,9 +40,8 @@ class Split(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Files:
-    split: Any
-    rows: tuple[int, ...] = ()
+class Configuration:
+    rank: int
 
 
 def with_default(split: Any) -> Callable[[], Any]:
@@ -52,11 +51,20 @@ def with_default(split: Any) -> Callable[[], Any]:
     return build
 
 
+def with_variables(paths: Any, split: Any) -> Callable[[], Any]:
+    return lambda: make(paths, split)
+
+
+PATHS = [f"/data/{number:06}.jpg" for number in range(20_000)]
 WAYS: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "list": lambda split: functools.partial(make, [[split], 1]),
-    "dict": lambda split: functools.partial(make, files={"split": split}),
+    "by name": lambda split: functools.partial(make, files=[{}, (split,)]),
     "set": lambda split: functools.partial(make, {split, "a", "b"}),
-    "dataclass": lambda split: functools.partial(make, Files(split)),
+    "behind a long argument": lambda split: functools.partial(make, PATHS, split),
+    "within partial": lambda split: functools.partial(functools.partial(make, PATHS, split), PATHS),
+    "behind a long variable": lambda split: with_variables(PATHS, split),
+    "end of a long argument": lambda split: functools.partial(make, [*PATHS, split]),
+    "ninth depth": lambda split: functools.partial(make, [[[[[[[[[split]]]]]]]]]),
     "enclosing variable": lambda split: lambda: make([split], ""),
     "default": lambda split: with_default((split,)),
 }
@@ -93,10 +101,18 @@ def test_what_may_differ_between_ranks_is_no_other_way() -> None:
             trainer,
             lambda: (configuration, device, trainer),
             functools.partial(make, trainer, ""),
+            functools.partial(
+                make, configuration, [Configuration(rank)], device=device, options=configuration
+            ),
         ]
         return list(map(fingerprint_of, ways))
 
     assert of_rank(0) == of_rank(1)
+
+
+def test_the_order_of_a_configuration_does_not_count() -> None:
+    one, other = ({"path": "x", "size": 1}, {"size": 1, "path": "x"})
+    assert fingerprint_of(functools.partial(make, one)) == fingerprint_of(functools.partial(make, other))
 
 
 def test_a_list_that_holds_itself_has_a_fingerprint() -> None:

@@ -11,12 +11,16 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from host_ranks import FORK, ROWS, Box, Building, build, build_never, servers
+from numpy.lib.stride_tricks import as_strided
 from spent_descriptors import descriptors_left
 
 from shmloader import LoaderError, ShareTimeout
 from shmloader.store import host, share
+from shmloader.store.handles import reduce_array
 from shmloader.store.host import share_on_host
 from shmloader.store.job import job_of_process
 
@@ -163,3 +167,19 @@ def test_what_build_raises_is_raised_when_no_descriptor_is_left_to_tell_others(n
 
         with pytest.raises(KeyError, match="no such split"):
             share_on_host(fail, name=name)
+
+
+@as_root
+def test_a_read_only_array_goes_by_handle_where_the_system_does_not_tell_what_was_written() -> None:
+    """As in a daemon that has dropped its rights; what may have been written to goes by its contents."""
+    numbers, weights = share(np.zeros(1 << 18)), share(torch.zeros(1 << 18))
+    own: list[Any] = [numbers, numbers[5:], np.frombuffer(numbers.data), as_strided(numbers, (1 << 17,))]
+    octets: Any = weights.numpy().data.toreadonly()
+    views = [*own, np.broadcast_to(weights.numpy(), (2, 1 << 18)), np.frombuffer(octets)]
+
+    def are_by_handle() -> list[bool]:
+        assert not os.access("/proc/self/pagemap", os.R_OK)
+        return [reduce_array(view, None) is not None for view in views]
+
+    with another_user(are_by_handle) as received:
+        assert received == [True] * 4 + [False] * 2
