@@ -103,13 +103,11 @@ class Server:
             connection = self._connections.get(fd)
             if connection is None:
                 self._accept()
-            elif event & select.POLLIN:
-                self._receive(connection)
             elif event == select.POLLOUT:  # it has read, so it can be told that it was let go
                 connection.send()
-                self._poller.modify(connection.end, 0)
+                self._poller.modify(connection.end, select.POLLIN)
             else:
-                self._end(connection)
+                self._receive(connection)
 
     def _accept(self) -> None:
         try:
@@ -138,6 +136,8 @@ class Server:
         try:
             if not message:
                 self._end(connection)
+            elif connection.was_let_go:
+                return  # what is not taken would have it wait for ever
             elif connection in self._roster:
                 self._answer(connection, message)
             else:
@@ -168,14 +168,13 @@ class Server:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
         self._roster.remove(connection)
-        connection.end.shutdown(socket.SHUT_RD)  # else a request could wait for ever: nobody takes it
+        connection.was_let_go = True
         if connection.send(closed := bytes([records.CLOSED]) + why.encode()):
             connection.unsent.append(closed)
-        # Nothing but its end is reported any more, once it is told.
-        self._poller.modify(connection.end, select.POLLOUT if connection.unsent else 0)
+        self._poller.modify(connection.end, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
 
     def _end(self, connection: Connection) -> None:
-        """A connection has ended: nothing reads what its reader held."""
+        """A connection is closed at the other end: nothing reads what its reader held."""
         self._poller.unregister(connection.end)
         del self._connections[connection.end.fileno()]
         connection.end.close()
