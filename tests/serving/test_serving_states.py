@@ -83,6 +83,32 @@ def test_a_batch_that_could_not_be_moved_is_tried_again(workers: int) -> None:
         assert reader.statistics().copies > 0
 
 
+class Unmovable(Moved):
+    """A batch that can never be moved, if it begins with sample 4 or 5."""
+
+    def to(self, device: Any) -> Unmovable:
+        if self.rows[0, 0] in (4, 5):
+            raise TypeError("cannot be moved")
+        return self
+
+
+def test_a_batch_that_can_never_be_moved_is_passed_over() -> None:
+    make = functools.partial(numbers, 0, Numbers(8, 1), collate_fn=Unmovable, batch_size=1, shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name, device="cpu") as reader:
+        batches, got = iter(reader), list[Any]()
+        for number in range(8):
+            if number in (4, 5):
+                with pytest.raises(TypeError, match="cannot be moved"):
+                    next(batches)
+                assert reader.state_dict()["batches"] == number
+            else:
+                got.append(next(batches).rows.item())
+                assert reader.state_dict()["batches"] == number + 1
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert got == [0, 1, 2, 3, 6, 7]
+
+
 def refuse() -> None:
     raise ValueError("cannot be read here")
 
