@@ -103,11 +103,11 @@ class AttachedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the serving loader's next epoch continue from a state. Readers have to load the same one.
 
-        It waits until all readers have left the epoch that is running.
+        It waits until all readers have left the epoch that is running, for 60 s at most.
 
         Raises:
-            ResumeError: If it does not fit the loader, this reader is in an epoch, or another one has loaded
-                another state.
+            ResumeError: If it does not fit the loader, this reader is in an epoch, others stay in one, or one
+                has loaded another state.
         """
         with self._lock:
             self._link.load(json.dumps(dict(state_dict)).encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from serving_programs import Numbers, Raising, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
-from shmloader.serving import records
+from shmloader.serving import records, server
 
 
 def batches_of(loader: Any) -> list[Any]:
@@ -196,6 +197,26 @@ def test_a_state_is_loaded_once_all_readers_have_left_the_epoch() -> None:
         other.load_state_dict(state)
         both = [[plain(batch) for batch in pair] for pair in zip(one, other, strict=True)]
         assert both == [[batch] * 2 for batch in expected[2:]]
+
+
+def test_a_state_that_waits_too_long_for_other_readers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PATIENCE_S", 0.2)
+    with (
+        served_by_thread(numbers(), readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        batches, others = iter(one), iter(other)
+        next(batches), next(others)
+        state = one.state_dict()
+        del batches
+        stay = f"other readers have been in one for 0.2 s since: have processes {os.getpid()} end"
+        with pytest.raises(shmloader.ResumeError, match=stay):
+            one.load_state_dict(state)
+        del others
+        one.load_state_dict(state)
+        other.load_state_dict(state)
+        assert len(list(zip(one, other, strict=True))) == 15
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
