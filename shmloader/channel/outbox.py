@@ -117,7 +117,7 @@ class Outbox(SlotAllocator):
         """Unmap all slots; views that are left move to private memory."""
         slot = self._open
         self._give_up()
-        if slot is not None:  # the consumer has left it to this process
+        if slot is not None:  # the consumer, if it closes later, finds nothing here
             self._memory.discard(slot.slot, self.limit_nbytes)
         super().close()
 
@@ -153,7 +153,8 @@ class Outbox(SlotAllocator):
             self.release()
             self._given.clear()
             self._open = None
-            self._roles.set_open()
+            if self._roles.set_open():  # the consumer has left it to this process, and reads it no more
+                self._memory.discard(self.slot, self.limit_nbytes)
 
     # --- what the encoder asks, while no slot is open too
 

@@ -22,6 +22,7 @@ import psutil
 
 from shmloader.errors import LoaderError
 from shmloader.memory import PAGE_NBYTES, Descriptor, Extent
+from shmloader.memory.mapping import order_memory
 from shmloader.memory.segment import OwnDescriptor
 
 _RECORD = struct.Struct("<B3xIQ48s")
@@ -150,7 +151,7 @@ class Roles:
     def set_open(self, slot: int = -1) -> bool:
         """Note which slot the producer has open, if any; returns whether the consumer has given up others.
 
-        Each side writes its own word before it reads the other's, so one of them sees both.
+        Each side writes its own word before it reads the other's, so one of them sees both: see `give_up`.
         """
         self._counts[_OPEN] = slot + 1
         return bool(self._counts[_GIVEN_UP])
@@ -158,6 +159,8 @@ class Roles:
     def give_up(self) -> int:
         """Note that the consumer gives up all slots but the one that the producer has open; returns that."""
         self._counts[_GIVEN_UP] = 1
+        # Without a fence a processor may read before others see what it has written; this is one for both.
+        order_memory()
         return self._counts[_OPEN] - 1
 
     def claim(self, role: Role) -> Party:

@@ -4,6 +4,6 @@ Plain loading never imports this package.
 """
 
 from shmloader.serving.reader import AttachedIterator, AttachedLoader, ReaderStatistics, attach
-from shmloader.serving.server import serve
+from shmloader.serving.start import serve
 
 __all__ = ["AttachedIterator", "AttachedLoader", "ReaderStatistics", "attach", "serve"]

@@ -18,6 +18,7 @@ class Connection(Reader):
         self.pid, self.uid = peer_of(end)
         self.request = 0  # the number of its last one for an epoch
         self.unsent: list[bytes] = []
+        self.was_let_go = False  # it is served no more; what it holds stays until it closes its end
 
     def greet(self, join: Join) -> None:
         """Note how it has introduced itself."""

@@ -20,6 +20,10 @@ from shmloader.serving.mapped import MappedSlots
 from shmloader.serving.records import ANSWER, RAISES, Stored
 from shmloader.slots import ByteArray
 
+# Of links that are not closed: the garbage collector, which finalizes in any order, would close them before
+# what the program holds is private memory, and the server would use it again.
+_ends: set[socket.socket] = set()
+
 
 class Link:
     """Asks a server, and reads what it sends. One thread at a time may use it.
@@ -49,6 +53,7 @@ class Link:
         self._why_not: tuple[ByteArray, bytes] | None = None  # the epoch cannot begin: the answer, held
         self._answers: dict[int, Stored] = {}  # to requests
         self._closed: Exception | None = None
+        _ends.add(self._end)
 
     # --- out
 
@@ -194,3 +199,4 @@ class Link:
         if os.getpid() == self._owner_pid:
             self.slots.close()  # before the server hears of it
         self._end.close()
+        _ends.discard(self._end)

@@ -34,7 +34,8 @@ from shmloader.serving import meeting
 from shmloader.serving.link import Link
 from shmloader.serving.reader import AttachedLoader
 from shmloader.serving.roster import Roster
-from shmloader.serving.server import WINDOW, run_server
+from shmloader.serving.server import WINDOW
+from shmloader.serving.start import run_server
 from shmloader.settings import Settings, set_device
 from shmloader.statistics import LoaderStatistics
 from shmloader.store.job import job_of_process

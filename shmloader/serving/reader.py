@@ -103,11 +103,11 @@ class AttachedLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the serving loader's next epoch continue from a state. Readers have to load the same one.
 
-        It waits until all readers have left the epoch that is running.
+        It waits until all readers have left the epoch that is running, for 60 s at most.
 
         Raises:
-            ResumeError: If it does not fit the loader, this reader is in an epoch, or another one has loaded
-                another state.
+            ResumeError: If it does not fit the loader, this reader is in an epoch, others stay in one, or one
+                has loaded another state.
         """
         with self._lock:
             self._link.load(json.dumps(dict(state_dict)).encode())
@@ -208,14 +208,14 @@ class AttachedIterator:
             link.leave()
             raise StopIteration
         try:
-            batch = link.read(stored)
-        except Exception as error:  # what came in the batch's place
-            can_be_tried_again = isinstance(error, MemoryError) and not stored.flags & records.RAISES
-            if not can_be_tried_again:
+            batch = self._loader.deliver(link.read(stored), waited_ns)
+        except Exception as error:  # in the batch's place, or for lack of memory, which may pass
+            lacks_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            if stored.flags & records.RAISES or not lacks_memory:
                 self._taken += 1
                 self._raised.append(self._taken)
             raise
-        self._made[thread] = self._loader.deliver(batch, waited_ns)  # an error may pass: it is tried again
+        self._made[thread] = batch
         self._taken += 1  # without a call between
 
     def __del__(self) -> None:

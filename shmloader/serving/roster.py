@@ -41,8 +41,8 @@ class Roster(Generic[AnyReader]):
     Args:
         readers: Number of readers that the first epoch waits for, and the most there may be; None for any.
         window: Most batches that a reader may be behind the fastest one.
-        policy: What happens to a reader that is so far behind while the fastest waits for a batch: ``"wait"``
-            for it, or ``"drop"`` it.
+        policy: What happens to a reader that is so far behind while the fastest waits for a batch, or that
+            others wait for at an epoch's end, see `late`: ``"wait"`` for it, or ``"drop"`` it.
 
     Attributes:
         epoch: The epoch that is running, or was the last.
@@ -114,7 +114,15 @@ class Roster(Generic[AnyReader]):
             return False
         if self.readers is not None and self.epoch < 0:
             return len(self.waiting) == len(self)
-        return all(self.epochs[reader] < 0 or reader in self.waiting for reader in self)
+        return not self._missing()
+
+    def _missing(self) -> list[AnyReader]:
+        """Those that took part in the last epoch and do not ask for the next one."""
+        return [reader for reader in self if self.epochs[reader] >= 0 and reader not in self.waiting]
+
+    def late(self) -> list[AnyReader]:
+        """Those that are let go if nothing happens for long: others wait for the next epoch, and for them."""
+        return self._missing() if self.waiting and self.policy == "drop" else []
 
     def begin_epoch(self) -> None:
         """Begin it, with all that wait for it."""

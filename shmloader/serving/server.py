@@ -10,20 +10,20 @@ from __future__ import annotations
 import bisect
 import json
 import logging
+import math
 import os
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from shmloader.errors import LoaderError, ResumeError
 from shmloader.indices.samplers import length_of
-from shmloader.memory.mapping import check_memory
 from shmloader.serving import meeting, records
 from shmloader.serving.connection import Connection
 from shmloader.serving.records import Request, Stored
-from shmloader.serving.roster import Policy, Roster
+from shmloader.serving.roster import Roster
 from shmloader.serving.source import Item, Source
 from shmloader.slots import RETAINED_SLOTS
 from shmloader.store.host_server import FULL, RETRY_S
@@ -31,6 +31,9 @@ from shmloader.store.host_server import FULL, RETRY_S
 _log = logging.getLogger(__name__)
 
 WINDOW, MOST_WINDOW = 4, 32
+PATIENCE_S = 60.0
+"""So long does a reader wait for others: to load a state, and at an epoch's end if ``policy`` is "drop"."""
+
 _KEPT = 16  # so many things may readers hold beside those in the window before they copy what they get
 
 
@@ -56,38 +59,63 @@ class Server:
         # Which of the epoch's things were exceptions in place of a batch: the loader's states count none.
         self._raised: list[int] = []
         self._loaded: bytes | None = None  # a state that a reader has loaded since the last epoch
-        self._loads: dict[Connection, Request] = {}  # of readers that have left the epoch before others
+        # Of readers that have left the epoch before others, each with the time until which it waits.
+        self._loads: dict[Connection, tuple[Request, float]] = {}
+        self._moved_s = 0.0  # when a reader has last asked for something, or something was done
 
     def run(self, epochs: int | None) -> None:
         """Serve until all is over, see `serve`."""
         while not self._is_over(epochs):
             # Without a wait as long as anything can go on: its turn may come by what was done, not said.
             goes_on = self._go_on(epochs) or self._flush()
-            self._look(0 if goes_on else None)
+            if goes_on:
+                self._moved_s = time.monotonic()
+            if not self._look(0 if goes_on else self._patience_s()):  # else one may have come just now
+                self._let_late_go()
 
     def _go_on(self, epochs: int | None) -> bool:
         """Do what is due; False if there is nothing to do before a reader says something."""
         roster = self._roster
-        if roster.batch_is_due():
+        if (reader := self._load_is_due()) is not None:
+            self._load(reader, self._loads.pop(reader)[0])
+        elif roster.batch_is_due():
             self._make_batch()
         elif roster.running and not roster.active:
             roster.end_epoch()
             self._source.leave()
-        elif self._loads and not roster.running:
-            self._load(*self._loads.popitem())
         elif roster.epoch_is_due():
             self._begin_epoch(epochs)
         elif slow := roster.too_slow():
             for reader in slow:
-                self._let_go(
-                    reader,
-                    f"this process was {roster.made - roster.active[reader]} batches behind the fastest "
-                    f"reader of {self._name!r}, and was let go: no more are kept for it (policy='drop', "
-                    "window)",
-                )
+                behind = f"{roster.made - roster.active[reader]} batches behind the fastest reader of"
+                why = f"this process was {behind} {self._name!r}, and was let go: no more are kept for it"
+                self._let_go(reader, f"{why} (policy='drop', window)")
         else:
             return False
         return True
+
+    def _load_is_due(self) -> Connection | None:
+        """A reader whose state can be loaded now, or that waits for that no longer."""
+        for reader, (_, until_s) in self._loads.items():
+            if not self._roster.running or until_s <= time.monotonic():
+                return reader
+        return None
+
+    def _patience_s(self) -> float | None:
+        """How long readers wait on for others; None if none do."""
+        ends = [until_s for _, until_s in self._loads.values()]
+        if self._roster.late():
+            ends.append(self._moved_s + PATIENCE_S)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _let_late_go(self) -> None:
+        """Let go of those that others wait for at an epoch's end, if nothing has happened for long."""
+        if self._moved_s + PATIENCE_S > time.monotonic():
+            return
+        for reader in self._roster.late():
+            pids = ", ".join(str(other.pid) for other in self._roster.waiting)
+            why = f"processes {pids} have waited {PATIENCE_S:g} s for this one to ask for the next epoch of"
+            self._let_go(reader, f"{why} {self._name!r}, and it was let go (policy='drop')")
 
     def _is_over(self, epochs: int | None) -> bool:
         roster = self._roster
@@ -97,19 +125,19 @@ class Server:
 
     # --- connections
 
-    def _look(self, timeout_s: float | None) -> None:
-        """Take what readers say; waits for it, unless ``timeout_s`` is 0."""
-        for fd, event in self._poller.poll(timeout_s):
+    def _look(self, timeout_s: float | None) -> bool:
+        """Take what readers say, and wait for it so long; whether one has said something."""
+        events = self._poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
+        for fd, event in events:
             connection = self._connections.get(fd)
             if connection is None:
                 self._accept()
-            elif event & select.POLLIN:
-                self._receive(connection)
             elif event == select.POLLOUT:  # it has read, so it can be told that it was let go
                 connection.send()
-                self._poller.modify(connection.end, 0)
+                self._poller.modify(connection.end, select.POLLIN)
             else:
-                self._end(connection)
+                self._receive(connection)
+        return bool(events)
 
     def _accept(self) -> None:
         try:
@@ -138,6 +166,8 @@ class Server:
         try:
             if not message:
                 self._end(connection)
+            elif connection.was_let_go:
+                return  # what is not taken would have it wait for ever
             elif connection in self._roster:
                 self._answer(connection, message)
             else:
@@ -168,14 +198,13 @@ class Server:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
         self._roster.remove(connection)
-        connection.end.shutdown(socket.SHUT_RD)  # else a request could wait for ever: nobody takes it
+        connection.was_let_go = True
         if connection.send(closed := bytes([records.CLOSED]) + why.encode()):
             connection.unsent.append(closed)
-        # Nothing but its end is reported any more, once it is told.
-        self._poller.modify(connection.end, select.POLLOUT if connection.unsent else 0)
+        self._poller.modify(connection.end, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
 
     def _end(self, connection: Connection) -> None:
-        """A connection has ended: nothing reads what its reader held."""
+        """A connection is closed at the other end: nothing reads what its reader held."""
         self._poller.unregister(connection.end)
         del self._connections[connection.end.fileno()]
         connection.end.close()
@@ -189,6 +218,8 @@ class Server:
         request = records.unpack_request(message)
         kind, value = request.kind, request.value
         connection.let_go(request.released)
+        if kind != records.STATE:
+            self._moved_s = time.monotonic()
         if kind == records.NEXT:
             if not self._roster.ask_next(connection, value):
                 raise ValueError(f"it asks for batch {value} in an epoch of {self._roster.made} so far")
@@ -202,7 +233,7 @@ class Server:
         elif kind == records.STATE:
             self._reply(connection, request.number, lambda: self._state(connection, value))
         elif self._roster.running and connection not in self._roster.active:
-            self._loads[connection] = request  # until the others have left the epoch, too
+            self._loads[connection] = request, self._moved_s + PATIENCE_S  # or until all have left the epoch
         else:
             self._load(connection, request)
 
@@ -226,8 +257,15 @@ class Server:
 
     def _load(self, connection: Connection, request: Request) -> None:
         def load() -> None:
-            if self._roster.running:
+            active = self._roster.active
+            if connection in active:
                 raise ResumeError("a state is loaded between epochs, and this process is in one: leave it")
+            if self._roster.running:
+                pids = ", ".join(str(reader.pid) for reader in active)
+                raise ResumeError(
+                    "a state is loaded between epochs, and other readers have been in one for "
+                    f"{PATIENCE_S:g} s since: have processes {pids} end or drop their iterators"
+                )
             if self._loaded not in (None, request.text):
                 raise ResumeError("another reader has loaded another state for the next epoch")
             self._source.load(json.loads(request.text))
@@ -320,81 +358,3 @@ class Server:
             connection.end.close()
         self._source.close()  # before leases end: a place that is free gives its memory back
         self._connections.clear()
-
-
-def serve(
-    loader: Any,
-    name: str,
-    *,
-    readers: int | None = None,
-    window: int = WINDOW,
-    policy: Policy = "wait",
-    epochs: int | None = None,
-    job: str | None = None,
-) -> None:
-    """Serve the batches of a loader to other processes of this host, which `attach` to the name.
-
-    Each batch is made once, lies in shared memory once, and goes to every reader that is in the epoch; its
-    memory is used again when the last of them has let it go. This call iterates over the loader in this
-    process, as a training program does, and returns when it is over: see ``readers`` and ``epochs``. Ctrl-C
-    ends it like any program; readers then get an error that says so, and after SIGTERM and SIGKILL one that
-    names the process. Nothing is left behind however it ends. See docs/serving.md.
-
-    An epoch begins when all readers that took part in the last one ask for it, by ``iter()``.
-
-    Args:
-        loader: A `DataLoader`, any loader of torch's class, or what wraps one; without ``pin_memory`` and
-            ``device``, which are arguments of `attach`.
-        name: Up to 64 bytes. Processes of the same user find the loader by it.
-        readers: The number of readers, which go in step: the first epoch waits for all of them, and each gets
-            each batch. Further ones are refused. The call returns when all have come and left. None: any
-            number, which may come and go at any time; the call returns after ``epochs``.
-        window: Most batches, 1 to 32, that are made for a reader beyond the one that it has.
-        policy: What happens when the fastest reader waits for one that has not taken so many: ``"wait"``, it
-            goes on waiting; ``"drop"``, the slow one is let go with a `LoaderClosed`.
-        epochs: Most epochs to serve; None for any number. The call returns when readers have left after that.
-        job: A text that stands for the run, if processes of different runs are to read one loader. Without
-            it, ranks of another run than this one are refused.
-
-    Raises:
-        LoaderError: If another process serves that name, or this platform has no abstract sockets.
-        TypeError: If it is no loader.
-        ValueError: For wrong arguments.
-    """
-    if not isinstance(loader, Iterable):
-        raise TypeError(
-            f"serve takes a loader, and not a {type(loader).__name__}: pass a shmloader.DataLoader"
-        )
-    if getattr(loader, "pin_memory", False) or str(getattr(loader, "device", None)) not in ("None", "cpu"):
-        raise ValueError(
-            "a loader that is served has neither pin_memory nor device, since another process reads its "
-            "batches: pass them to attach"
-        )
-    if not 1 <= window <= MOST_WINDOW:
-        raise ValueError(f"window is 1 to {MOST_WINDOW} batches, and got {window}")
-    if policy not in ("wait", "drop"):
-        raise ValueError(f'policy is "wait" or "drop", and got {policy!r}')
-    if readers is not None and readers < 1:
-        raise ValueError(f"readers is 1 or more, or None, and got {readers}")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs is 1 or more, or None, and got {epochs}")
-    run_server(loader, name, Roster(readers, window, policy), meeting.introduction(job), epochs)
-
-
-def run_server(
-    loader: Any, name: str, roster: Roster[Connection], about: dict[str, Any], epochs: int | None = None
-) -> None:
-    """Serve, and end: `serve` with checked arguments, and an introduction of this process."""
-    check_memory("a loader cannot be served", "Make one in each process")
-    listener = meeting.listen(name)
-    why = f"process {os.getpid()}, which served {name!r}, has ended"
-    with listener:
-        server = Server(Source(loader), name, roster, about, listener)
-        _log.info("serve %r: readers can attach now", name)
-        try:
-            server.run(epochs)
-        except BaseException as error:
-            why += f": {type(error).__name__}"
-            raise
-        finally:
-            server.close(why)

@@ -117,9 +117,12 @@ def test_what_is_filled_stays_where_another_process_closes_and_the_next_is_priva
     assert (given == 7).all()
     assert MIB <= os.fstat(slots).st_blocks * 512 < 2 * MIB
     one.put(given)
+    assert os.fstat(slots).st_blocks * 512 < MIB  # nobody gets what is put now
     later = one.new_empty(MIB, torch.uint8).fill_(8)
+    one.put(torch.ones(MIB, dtype=torch.uint8))
     one.close()
     assert (later == 8).all()
+    assert os.fstat(slots).st_blocks == 0
     os.close(slots)
 
 

@@ -31,7 +31,7 @@ from warm_python import warm_python
 
 import shmloader
 from shmloader.memory.private_pages import PrivatePages
-from shmloader.serving import meeting
+from shmloader.serving import meeting, server
 
 
 def epochs_of(loader: Any, epochs: int = 2) -> list[list[Any]]:
@@ -294,6 +294,32 @@ def test_an_epoch_begins_with_a_reader_that_has_batches_of_the_last_one_left(pol
         assert [plain(batch) for batch in behind] == [plain(batch) for batch in ahead]
 
 
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_one_that_stops_at_an_epochs_end_is_let_go_in_the_end(
+    ends_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not so far behind that it would be let go before, and does not ask for the next epoch."""
+    monkeypatch.setattr(server, "PATIENCE_S", 0.5)
+    with served_by_thread(numbers(), epochs=2, window=3, policy="drop") as name:
+        one, other = shmloader.attach(name), shmloader.attach(name, join="now")
+        slow, fast = iter(one), iter(other)
+        for _ in range(4):
+            next(slow), next(fast)
+        for _ in range(10):
+            next(slow), next(fast)
+        if ends_first:
+            list(fast)
+        del fast  # else it breaks off
+        assert len(list(other)) == 16
+        assert len(list(slow)) == 2 if ends_first else 0 < len(list(slow)) <= 3
+        with pytest.raises(
+            shmloader.LoaderClosed, match=f"processes {os.getpid()} have waited 0.5 s for this"
+        ):
+            next(iter(one))
+        one.close()
+        other.close()
+
+
 def test_only_as_many_epochs_are_served_as_were_asked_for() -> None:
     with served_by_thread(numbers(), epochs=1) as name, shmloader.attach(name) as reader:
         assert len(list(reader)) == len(reader)
@@ -391,7 +417,7 @@ def test_plain_loading_imports_nothing_of_it() -> None:
         "print(shmloader.serve.__module__)"
     )
     out = subprocess.check_output([*warm_python(), "-c", code], text=True)
-    assert out.split("\n")[:2] == ["[]", "shmloader.serving.server"]
+    assert out.split("\n")[:2] == ["[]", "shmloader.serving.start"]
 
 
 def test_nothing_is_lost_where_ctrl_c_comes_at_any_moment() -> None:

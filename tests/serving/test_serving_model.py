@@ -39,6 +39,7 @@ class Setting:
     keeps: int = 1  # most batches that a reader holds beside the last one
     kills: int = 0
     leaves: int = 0  # how often readers leave an epoch early, in all
+    stops: int = 0  # how many readers stop for ever, as in a debugger
     late: bool = False  # whether readers may come at any time, instead of all being waited for
     roster: type[Roster[Reader]] = Roster
     reader: type[Reader] = Reader
@@ -49,6 +50,7 @@ class Client:
     """One reader: what it was sent and has not read, what it holds."""
 
     alive: bool = True
+    stopped: bool = False
     came: deque[tuple[Any, ...]] = field(default_factory=deque)  # from the server
     says: deque[bytes] = field(default_factory=deque)  # to the server
     asked: bool = False
@@ -73,7 +75,7 @@ class World:
         self.roster = setting.roster(wanted, setting.window, setting.policy)
         self.clients: list[Client] = []
         self.members: list[Reader] = []
-        self.made = self.kills = self.leaves = 0
+        self.made = self.kills = self.leaves = self.stops = 0
         for _ in range(0 if setting.late else setting.readers):
             self._join()
         for step in script:
@@ -93,8 +95,10 @@ class World:
             steps.append(("join",))
         if self._due():
             steps.append(("server",))
+        elif self.roster.late():  # and so much time passes
+            steps.append(("lose_patience",))
         for who, client in enumerate(self.clients):
-            if not client.alive:
+            if not client.alive or client.stopped:
                 continue
             if client.says:
                 steps.append(("hear", who))
@@ -107,9 +111,13 @@ class World:
             if client.closed:
                 steps.append(("end", who))
             steps += [("drop", who, seq) for seq in client.held]
-            if self.kills < self.setting.kills:
-                steps.append(("kill", who))
+            steps += self._mishaps(who, client)
         return steps
+
+    def _mishaps(self, who: int, client: Client) -> list[tuple[Any, ...]]:
+        stops = self.stops < self.setting.stops and client.in_epoch >= 0 and who > 0
+        kills = self.kills < self.setting.kills
+        return [("stop", who)] * stops + [("kill", who)] * kills
 
     def _due(self) -> bool:
         roster = self.roster
@@ -126,6 +134,8 @@ class World:
             self._join()
         elif kind == "server":
             self._serve()
+        elif kind == "lose_patience":
+            self._let_go(self.roster.late())
         else:
             getattr(self, f"_{kind}")(about[0], self.clients[about[0]], *about[1:])
 
@@ -144,7 +154,8 @@ class World:
 
     def _drop(self, who: int, client: Client, seq: int) -> None:
         del client.held[seq]
-        self._say(client, records.NEXT, client.told, [seq])
+        request = (records.NEXT, client.told) if client.in_epoch >= 0 else (records.STATE, -1)  # or any other
+        self._say(client, *request, [seq])
 
     def _say(self, client: Client, kind: int, value: int, released: list[int] | None = None) -> None:
         client.says.append(records.pack_request(kind, value, 0, released or []))
@@ -159,8 +170,8 @@ class World:
                 raise Broken(f"reader {who} has batch {number} after {client.first + client.taken}")
             client.held[seq] = slot, value
             client.taken += 1
-            client.told = number
-            self._say(client, records.NEXT, number)
+            client.told = number + (self.setting.policy == "drop")  # see `Roster.tell_every`
+            self._say(client, records.NEXT, client.told)
         elif kind == STORED:
             client.held[about[0]] = about[1], about[2]
         elif kind == EPOCH:
@@ -182,6 +193,10 @@ class World:
         self.kills += 1
         self._end(who, client)
 
+    def _stop(self, who: int, client: Client) -> None:
+        self.stops += 1
+        client.stopped = True
+
     def _end(self, who: int, client: Client) -> None:
         client.alive = False
         client.held.clear()
@@ -200,7 +215,7 @@ class World:
                 client.came.append((EPOCH, self.roster.epoch, self.roster.made))
         elif request.kind == records.LEAVE:
             self.roster.leave(reader)
-        elif not self.roster.ask_next(reader, request.value):
+        elif request.kind == records.NEXT and not self.roster.ask_next(reader, request.value):
             raise Broken(f"reader {who} asks for {request.value} of {self.roster.made}")
 
     def _serve(self) -> None:
@@ -213,9 +228,7 @@ class World:
             for reader in readers:
                 self._client(reader).came.append((EPOCH, roster.epoch, 0))
         elif slow := roster.too_slow():
-            for reader in slow:
-                roster.remove(reader)
-                self._client(reader).came.append((CLOSED,))
+            self._let_go(slow)
         elif not roster.batch_is_due():
             roster.end_epoch()
         elif roster.made == self.setting.batches:
@@ -223,6 +236,11 @@ class World:
                 self._client(reader).came.append((END,))
         else:
             self._make()
+
+    def _let_go(self, readers: list[Reader]) -> None:
+        for reader in readers:
+            self.roster.remove(reader)
+            self._client(reader).came.append((CLOSED,))
 
     def _make(self) -> None:
         self.made += 1
@@ -259,9 +277,9 @@ class World:
 
     def check_end(self) -> None:
         """Nothing can happen: then all readers have ended, and nothing is held."""
-        if any(client.alive for client in self.clients):
-            raise Broken(f"nothing can go on: {[client for client in self.clients if client.alive]}")
-        if any(reader.held for reader in self.members) or self.table.kept:
+        if going := [client for client in self.clients if client.alive and not client.stopped]:
+            raise Broken(f"nothing can go on: {going}")
+        if not self.stops and (any(reader.held for reader in self.members) or self.table.kept):
             raise Broken(f"{self.table.kept} batches are held for nobody")
 
     def key(self) -> Any:
@@ -279,6 +297,7 @@ class World:
             clients.append(
                 (
                     client.alive,
+                    client.stopped,
                     came,
                     says,
                     client.asked,
@@ -305,7 +324,7 @@ def explore(setting: Setting, most: int = 40_000) -> tuple[int, str]:
         world = World(setting, script)
         try:
             steps = world.steps()
-            if all(step[0] in ("kill", "leave") for step in steps):
+            if all(step[0] in ("kill", "leave", "stop") for step in steps):
                 world.check_end()
             for step in steps:
                 after = World(setting, (*script, step))
@@ -327,11 +346,12 @@ SETTINGS = {
     "one leaves": Setting(batches=2, leaves=1, keeps=0),
     "a slow one is let go": Setting(batches=2, policy="drop", keeps=0),
     "two epochs, and a slow one is let go": Setting(batches=1, epochs=2, policy="drop", keeps=0),
+    "one stops for ever": Setting(batches=1, epochs=2, policy="drop", stops=1, keeps=0),
     "they come late": Setting(batches=2, late=True, keeps=0),
 }
 
 
-_LONG = {"two epochs", "one leaves"}
+_LONG = {"two epochs", "one leaves", "one stops for ever"}
 
 
 @pytest.mark.parametrize(
@@ -379,6 +399,13 @@ class BeginsForOne(Roster[Reader]):
         return bool(self.waiting)
 
 
+class EndlessPatience(Roster[Reader]):
+    """A reader that asks for no further epoch is waited for, whatever the policy is."""
+
+    def late(self) -> list[Reader]:
+        return []
+
+
 class WaitsForTheDead(Roster[Reader]):
     """A reader that has ended is still waited for."""
 
@@ -393,6 +420,10 @@ class WaitsForTheDead(Roster[Reader]):
         (functools.partial(Setting, reader=KeepsTheDead), {"batches": 2, "kills": 1}),
         (functools.partial(Setting, roster=NoWindow), {"batches": 4}),
         (functools.partial(Setting, roster=BeginsForOne), {"batches": 2}),
+        (
+            functools.partial(Setting, roster=EndlessPatience, policy="drop", keeps=0),
+            {"batches": 1, "epochs": 2, "stops": 1},
+        ),
         (functools.partial(Setting, roster=WaitsForTheDead), {"batches": 3, "kills": 1}),
     ],
 )

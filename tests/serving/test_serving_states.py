@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from serving_programs import Numbers, Raising, numbers, plain, served, served_by_thread, wait_until
 
 import shmloader
-from shmloader.serving import records
+from shmloader.serving import records, server
 
 
 def batches_of(loader: Any) -> list[Any]:
@@ -81,6 +82,32 @@ def test_a_batch_that_could_not_be_moved_is_tried_again(workers: int) -> None:
             next(batches)
         assert torch.cat(got)[:, 0].tolist() == list(range(200))
         assert reader.statistics().copies > 0
+
+
+class Unmovable(Moved):
+    """A batch that can never be moved, if it begins with sample 4 or 5."""
+
+    def to(self, device: Any) -> Unmovable:
+        if self.rows[0, 0] in (4, 5):
+            raise TypeError("cannot be moved")
+        return self
+
+
+def test_a_batch_that_can_never_be_moved_is_passed_over() -> None:
+    make = functools.partial(numbers, 0, Numbers(8, 1), collate_fn=Unmovable, batch_size=1, shuffle=False)
+    with served(make, readers=1) as (name, _), shmloader.attach(name, device="cpu") as reader:
+        batches, got = iter(reader), list[Any]()
+        for number in range(8):
+            if number in (4, 5):
+                with pytest.raises(TypeError, match="cannot be moved"):
+                    next(batches)
+                assert reader.state_dict()["batches"] == number
+            else:
+                got.append(next(batches).rows.item())
+                assert reader.state_dict()["batches"] == number + 1
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert got == [0, 1, 2, 3, 6, 7]
 
 
 def refuse() -> None:
@@ -170,6 +197,26 @@ def test_a_state_is_loaded_once_all_readers_have_left_the_epoch() -> None:
         other.load_state_dict(state)
         both = [[plain(batch) for batch in pair] for pair in zip(one, other, strict=True)]
         assert both == [[batch] * 2 for batch in expected[2:]]
+
+
+def test_a_state_that_waits_too_long_for_other_readers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "PATIENCE_S", 0.2)
+    with (
+        served_by_thread(numbers(), readers=2) as name,
+        shmloader.attach(name) as one,
+        shmloader.attach(name) as other,
+    ):
+        batches, others = iter(one), iter(other)
+        next(batches), next(others)
+        state = one.state_dict()
+        del batches
+        stay = f"other readers have been in one for 0.2 s since: have processes {os.getpid()} end"
+        with pytest.raises(shmloader.ResumeError, match=stay):
+            one.load_state_dict(state)
+        del others
+        one.load_state_dict(state)
+        other.load_state_dict(state)
+        assert len(list(zip(one, other, strict=True))) == 15
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
