@@ -1,7 +1,8 @@
 """Anchors of batches that the program shares with other processes: they last as long as the storages do.
 
 ``Tensor.share_memory_()`` and torch's queues give a tensor's storage other memory, and let go of its own. A
-NumPy array that was made of the tensor before refers to the storage alone, but reads the former memory.
+NumPy array that was made of the tensor before refers to the storage alone, but reads the former memory
+(docs/decisions/0072).
 """
 
 from __future__ import annotations
