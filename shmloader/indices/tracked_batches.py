@@ -34,6 +34,7 @@ HISTORY = 1024
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
 _SURE = 3  # looks that show a draw, after which it is none of another thread's
+_MOST_UNSURE = 8
 _PAUSE_S = 0.02  # in which another thread that draws all the time does so
 
 _log = logging.getLogger("shmloader")
@@ -69,7 +70,7 @@ class TrackedBatches(Iterator[Any]):
     ) -> None:
         self.follow(lambda: begin)
         self._resumed, self._threads, self._told = resumed, threads, False
-        self._draws = 0  # looks that have shown a draw
+        self._draws = self._unsure = 0  # looks that have shown a draw; in a row, of another thread perhaps
         self._name = type(samplers.sampler_of_indices(index_sampler)).__name__
         self._iterator = iterator
         self._stateful = stateful = samplers.sampler_with_state(index_sampler)
@@ -107,7 +108,7 @@ class TrackedBatches(Iterator[Any]):
             self._length, self._ended = 0, True  # it was another
             raise
         if states is not None and states != (now := _global_states()):
-            self._note_draw(now)
+            self._note_draw(states, now)
         self._drawn = drawn = drawn + 1
         index_batch = with_packed_ints(index_batch)  # they are needed packed anyway
         self._checksum = _add(self._checksum, index_batch)
@@ -122,25 +123,34 @@ class TrackedBatches(Iterator[Any]):
             self._oldest += 1
         return index_batch
 
-    def _note_draw(self, states: tuple[Any, ...]) -> None:
-        """Note that a global generator was drawn from while the sampler gave a batch: it is in ``states``."""
+    def _note_draw(self, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+        """Note that a global generator was drawn from while the sampler gave a batch."""
         in_step = self._threads or threading.current_thread() is not threading.main_thread()
         if threading.active_count() > 1 and not in_step:
             time.sleep(_PAUSE_S)
-            if states != _global_states():  # another thread draws all the time: looks tell nothing
-                self._resumed, self._looks = False, 0
+            later = _global_states()
+            # Of a generator from which another thread draws all the time, nothing can be told.
+            if all(old == new or new != last for old, new, last in zip(before, now, later, strict=True)):
+                self._unsure += 1
+                if self._unsure >= _MOST_UNSURE:
+                    self._tell_of_draws(" or another thread", resumed=self._resumed)
+                    self._resumed, self._looks = False, 0
                 return
-        self._draws += 1
+        self._unsure, self._draws = 0, self._draws + 1
+        self._tell_of_draws(" or another thread" if in_step else "", resumed=self._resumed and in_step)
+        if self._resumed and not in_step and self._draws >= (1 if threading.active_count() == 1 else _SURE):
+            raise ResumeError(self._warning)
+
+    def _tell_of_draws(self, other: str, *, resumed: bool) -> None:
+        """Keep a warning for the next state; log it now if batches of a ``resumed`` epoch may be others."""
         self._warning = (
-            f"the sampler ({self._name}){', or another thread meanwhile,' if in_step else ''} draws from a "
-            "global generator (torch's, NumPy's, random's) batch by batch, among what the program draws. A "
-            f"sampler that does cannot come to the same place again. {ADVICE}"
+            f"the sampler ({self._name}){other} draws from a global generator (torch's, NumPy's, random's) "
+            "batch by batch, among what the program draws. A sampler that does cannot come to the same place "
+            f"again. {ADVICE}"
         )
-        if self._resumed and in_step and not self._told:
+        if resumed and not self._told:
             self._told = True
             _log.warning("the batches of a resumed epoch may be others: %s", self._warning)
-        elif self._resumed and not in_step and self._draws >= (1 if threading.active_count() == 1 else _SURE):
-            raise ResumeError(self._warning)
 
     def _forget(self, drawn: int) -> None:
         """Keep only the checksum of batches: a state after them is the first one, and a count."""

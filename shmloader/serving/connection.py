@@ -28,6 +28,12 @@ class Connection(Reader):
         """Note that it has asked for an epoch."""
         self.request = number
 
+    def dismiss(self, closed: bytes) -> None:
+        """Serve it no more, and tell it so, now or once it reads."""
+        self.was_let_go = True
+        if self.send(closed):
+            self.unsent.append(closed)
+
     def send(self, message: bytes = b"", fds: list[int] | None = None) -> str:
         """Send what was ``unsent``, as one message, and another one.
 

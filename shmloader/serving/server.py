@@ -198,9 +198,7 @@ class Server:
         """Serve a reader no more. What it holds stays as it is until its process, or its connection, ends."""
         _log.warning("serve %r: process %d: %s", self._name, connection.pid, why)
         self._roster.remove(connection)
-        connection.was_let_go = True
-        if connection.send(closed := bytes([records.CLOSED]) + why.encode()):
-            connection.unsent.append(closed)
+        connection.dismiss(bytes([records.CLOSED]) + why.encode())
         self._poller.modify(connection.end, select.POLLIN | (select.POLLOUT if connection.unsent else 0))
 
     def _end(self, connection: Connection) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 from shmloader.memory import PAGE_NBYTES, Extent, Segment, whole_pages
 from shmloader.memory.limits import memory_headroom
 from shmloader.slots.budget import LIMITS_IN_A_SHARE, RECENT, RETAINED_SLOTS, SPARE_SLOTS, Budget
-from shmloader.slots.holders import holders
 from shmloader.slots.inspection import Inspection
 from shmloader.slots.place import GUARDED, LEASED, ByteArray, Guard, Place
 from shmloader.statistics import Counters
@@ -213,6 +212,10 @@ class SlotMemory:
         return private
 
     def _holders(self) -> str:
+        try:  # only programs that are warned need it; without a descriptor it cannot be read any more
+            from shmloader.slots.holders import holders
+        except (ImportError, OSError):
+            return "What keeps them cannot be told without a free descriptor."
         kept = [place.extent for place in self.places if place.state_now is LEASED]
         return holders(extent for extent in kept if extent is not None)
 

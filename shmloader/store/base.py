@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -267,10 +268,13 @@ class Selection(Store):
     def _made_numbers(self) -> list[Any] | None:
         """All rows, made at once, if they are a few numbers of Python, or lists of these, in one block."""
         block = self.items_between(0, len(self))
-        if block is None or not block.has_python_numbers:
+        chosen: Any = slice(None)
+        if block is None:
+            block, chosen = self._store.items_between(0, len(self._store)), np.asarray(self._rows)
+        if block is None or not block.has_python_numbers or block.items.ndim > 2:
             return None
-        items = block.items
-        return items.tolist() if items.ndim <= 2 and items.size <= _MOST_NUMBERS else None
+        is_few = math.prod(block.items.shape[1:]) * len(self._rows) <= _MOST_NUMBERS
+        return block.items[chosen].tolist() if is_few else None
 
     def _whole_numbers(self, indices: Any) -> Rows:
         """Row numbers of the whole store."""

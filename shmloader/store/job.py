@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -94,38 +94,61 @@ def fingerprint_of(build: Callable[[], Any]) -> str:
     Dicts and attributes of objects do not count. They differ between the ranks of one run, as the rank in a
     configuration and `self.device` do, and between objects that share rightly.
     """
-    return hashlib.sha256(_text_of(build, _MOST_PARTS).encode(errors="backslashreplace")).hexdigest()[:32]
+    text = _Walk().text_of(build)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
 
 
-def _text_of(value: Any, most: int) -> str:
-    return "\0".join(itertools.islice(_parts_of(value, most), most))
+class _Walk:
+    """A walk through the values that a function is bound to, of `_MOST_PARTS` texts at most."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_PARTS
+
+    def text_of(self, value: Any) -> str:
+        """A text that tells a value from others, the same in each process."""
+        parts = []
+        for part in self._parts_of(value):
+            parts.append(part)
+            self._left -= 1
+            if self._left <= 0:
+                break
+        return "\0".join(parts)
+
+    def _parts_of(self, value: Any) -> Iterator[str]:
+        # All arguments come before the elements of the first: a long one does not hide those behind it.
+        todo = deque([value])
+        while todo:
+            value = todo.popleft()
+            is_plain = isinstance(value, _PLAIN)
+            yield repr(value) if is_plain else type(value).__qualname__
+            if isinstance(value, enum.Enum):
+                yield str(value.name)
+            elif is_plain:
+                continue
+            elif callable(value):
+                line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
+                place = getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
+                yield from map(str, place)
+            if isinstance(value, set | frozenset):
+                yield str(len(value))
+                yield from self._texts_in(value)
+                continue
+            held = _held_by(value)
+            yield str(len(held))
+            todo.extend(itertools.islice(held, max(0, self._left - len(todo))))
+
+    def _texts_in(self, values: Iterable[Any]) -> list[str]:
+        """The texts of a set's elements, sorted; none if they are too many, whatever their order is."""
+        texts = []
+        for one in values:
+            if self._left <= 0:
+                return []
+            texts.append(self.text_of(one))
+        return sorted(texts) if self._left > 0 else []
 
 
-def _parts_of(value: Any, most: int) -> Iterator[str]:
-    """Texts that tell a value from others, the same in each process.
-
-    All arguments come before the elements of the first, so that a long one does not hide those behind it.
-    """
-    todo = deque([value])
-    while todo:
-        value = todo.popleft()
-        is_plain = isinstance(value, _PLAIN)
-        yield repr(value) if is_plain else type(value).__qualname__
-        if isinstance(value, enum.Enum):
-            yield str(value.name)
-        elif is_plain:
-            continue
-        elif callable(value):
-            line = getattr(getattr(value, "__code__", None), "co_firstlineno", None)
-            place = getattr(value, "__module__", None), getattr(value, "__qualname__", None), line
-            yield from map(str, place)
-        held = _held_by(value, most)
-        yield str(len(held))
-        todo.extend(itertools.islice(held, most - len(todo)))
-
-
-def _held_by(value: Any, most: int) -> Sequence[Any]:
-    """The values that a function is bound to, or the elements of a container, in the same order anywhere."""
+def _held_by(value: Any) -> Sequence[Any]:
+    """The values that a function is bound to, or the elements of a list, in the same order anywhere."""
     if isinstance(value, functools.partial):
         return (value.func, *value.args, *sorted(value.keywords.items()))
     if isinstance(value, types.MethodType):
@@ -136,6 +159,4 @@ def _held_by(value: Any, most: int) -> Sequence[Any]:
             with contextlib.suppress(ValueError):  # an empty one
                 bound.append(cell.cell_contents)
         return [one for one in bound if isinstance(one, _VALUES)]
-    if isinstance(value, set | frozenset):
-        return sorted(_text_of(one, most // (len(value) + 1)) for one in value)
     return value if isinstance(value, list | tuple) else ()

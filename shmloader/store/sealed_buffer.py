@@ -144,12 +144,14 @@ def buffer_at(address: int, nbytes: int) -> SharedBuffer | None:
 
 def may_be_written(value: Any) -> bool:
     """Whether this process can write to an array's memory through it, or through what it is a view of."""
-    while value is not None:
+    while not isinstance(value, ctypes.Array):  # that of `view`
         if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.flags.writeable):
             return True
         if isinstance(value, memoryview) and not value.readonly:
             return True
         value = value.obj if isinstance(value, memoryview) else getattr(value, "base", None)
+        if value is None:  # another library's object has the memory
+            return True
     return False
 
 

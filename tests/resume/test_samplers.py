@@ -116,7 +116,10 @@ def test_a_sampler_that_draws_among_the_program_in_another_thread_brings_a_warni
     with ThreadPoolExecutor(1) as pool:
         assert len(pool.submit(lambda: values(loader)).result()) == 7
     (record,) = caplog.records
-    assert "the batches of a resumed epoch may be others: the sampler (OwnGenerator), or" in record.message
+    assert (
+        "the batches of a resumed epoch may be others: the sampler (OwnGenerator) or another thread draws"
+        in record.message
+    )
 
 
 @pytest.mark.parametrize("draw", [random.randrange, np.random.randint])

@@ -62,6 +62,7 @@ def test_batches_that_are_kept_are_warned_of_while_the_program_has_every_descrip
     """
     )
     assert printed.startswith("True the program keeps 66 batches, the most that slots are made for")
+    assert "cannot be told without a free descriptor" in printed
 
 
 def test_tensors_of_a_dataset_that_take_every_descriptor_are_named_as_the_cause() -> None:

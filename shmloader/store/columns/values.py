@@ -336,7 +336,11 @@ def _reduced_scalar(value: Any) -> Any:
     is_kept = kind is dtype.type and dtype.char not in "qQSU"
     if is_kept or not is_plain(dtype) or not is_reduced_by_numpy:
         return NotImplemented
-    plain = value[:] if dtype.kind in "SU" else int(value) if dtype.kind in "iu" else np.asarray(value)[()]
+    # By the built-in types' own methods: the subclass may have others of these names.
+    if dtype.kind in "SU":
+        plain: Any = (bytes if dtype.kind == "S" else str).__getitem__(value, slice(None))
+    else:
+        plain = np.asarray(value).item() if dtype.kind in "iu" else np.asarray(value)[()]
     if kind is dtype.type:
         return kind, (plain,)
     return _make_scalar, (dtype.type, kind, plain, getattr(value, "__dict__", {}))
