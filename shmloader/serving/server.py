@@ -102,7 +102,7 @@ class Server:
         return None
 
     def _patience_s(self) -> float | None:
-        """How long readers wait on for others; None if none do."""
+        """The seconds until readers wait for others no longer; None if none wait."""
         ends = [until_s for _, until_s in self._loads.values()]
         if self._roster.late():
             ends.append(self._moved_s + PATIENCE_S)

@@ -225,7 +225,7 @@ def _is_small(value: Any) -> bool:
 
 
 class _Parts:
-    """What objects hold, data as well, without the way to it; knows the classes that it has met."""
+    """The objects that others hold, data as well, without the way to them; knows the classes it has met."""
 
     def __init__(self) -> None:
         self._is_atom = dict.fromkeys(_SURE, True)  # by ``id``, like the next
@@ -253,7 +253,7 @@ class _Parts:
         return True
 
     def of(self, value: Any) -> Iterable[Any] | None:
-        """What an object holds; None if it is not entered."""
+        """The objects that one holds; None if it is not entered."""
         kind = type(value)
         if kind is list or kind is tuple:
             return value  # type: ignore[no-any-return]

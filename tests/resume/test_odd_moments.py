@@ -17,14 +17,15 @@ from shmloader import DataLoader, ShardedSampler, skip_batches
 SAMPLERS = [DistributedSampler, ShardedSampler]
 
 
+def sampled(dataset: Any, kind: Any, workers: int) -> DataLoader[Any]:
+    """A loader with a sampler of a class, in batches of four."""
+    return DataLoader(dataset, 4, sampler=kind(dataset, 1, 0), num_workers=workers)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_an_epoch_that_is_set_after_iter_is_in_the_state_if_it_is_drawn(kind: Any, workers: int) -> None:
-    def make() -> DataLoader[Any]:
-        dataset = Plain(40)
-        return DataLoader(dataset, 4, sampler=kind(dataset, 1, 0), num_workers=workers)
-
-    with make() as loader, make() as other:
+    with sampled(Plain(40), kind, workers) as loader, sampled(Plain(40), kind, workers) as other:
         iterator = iter(loader)
         loader.sampler.set_epoch(1)  # type: ignore[union-attr]
         first = take(iterator, 1)
@@ -38,11 +39,7 @@ def test_an_epoch_that_is_set_after_iter_is_in_the_state_if_it_is_drawn(kind: An
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_a_resumed_epoch_keeps_its_order_if_another_is_set_after_iter(kind: Any, workers: int) -> None:
-    def make() -> DataLoader[Any]:
-        dataset = Plain(40)
-        return DataLoader(dataset, 4, sampler=kind(dataset, 1, 0), num_workers=workers)
-
-    with make() as loader, make() as other:
+    with sampled(Plain(40), kind, workers) as loader, sampled(Plain(40), kind, workers) as other:
         iterator = iter(loader)
         take(iterator, 2)
         state, rest = by_json(loader.state_dict()), values(iterator)
@@ -66,11 +63,8 @@ class Told(Plain):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_epoch_of_the_loader_that_is_set_after_iter_is_in_the_state_if_it_is_drawn(workers: int) -> None:
-    def make() -> DataLoader[Any]:
-        dataset = Told(40)
-        return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 1, 0), num_workers=workers)
-
-    with make() as loader, make() as other:
+    loaders = [sampled(Told(40), DistributedSampler, workers) for _ in range(2)]
+    with loaders[0] as loader, loaders[1] as other:
         iterator = iter(loader)
         loader.set_epoch(3)
         take(iterator, 1)
