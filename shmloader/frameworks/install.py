@@ -87,7 +87,7 @@ def install(*, stateful: bool = False, **options: Any) -> contextlib.ExitStack:
     return restore
 
 
-_OF_ONE_LOADER = ("shard", "shared_by")
+_OF_ONE_LOADER = ("shard", "shared_by")  # options that change which batches a loader gives
 
 
 def _check_defaults(options: dict[str, Any]) -> None:

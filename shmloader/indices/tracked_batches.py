@@ -34,7 +34,7 @@ HISTORY = 1024
 _PLAIN = {int, float, bool, str, bytes, type(None)}
 _LOOKS = 64  # first batches of a resumed epoch that are checked: a sampler may draw for some dozens at once
 _SURE = 3  # looks that show a draw, after which it is none of another thread's
-_MOST_UNSURE = 8
+_MOST_UNSURE = 8  # looks in a row that tell nothing, after which no more are made
 _PAUSE_S = 0.02  # in which another thread that draws all the time does so
 
 _log = logging.getLogger("shmloader")

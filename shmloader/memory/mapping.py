@@ -72,6 +72,7 @@ def _load_libc() -> tuple[Any, str | None]:
 
 
 libc, _why_no_libc = _load_libc()
+"""The C library, with ``errno`` in ``ctypes.get_errno()``; None if `why_unavailable` gives a reason."""
 
 
 def order_memory() -> None:
@@ -81,9 +82,6 @@ def order_memory() -> None:
     """
     if libc is not None and (number := _MEMBARRIER.get(os.uname().machine)):
         libc.syscall(number, _MEMBARRIER_GLOBAL, 0)
-
-
-"""The C library, with ``errno`` in ``ctypes.get_errno()``; None if `why_unavailable` gives a reason."""
 
 
 def why_unavailable() -> str | None:

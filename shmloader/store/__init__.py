@@ -208,9 +208,9 @@ def open_store(
     Raises:
         FileNotFoundError: If there is no such file.
         TypeError: If ``columns`` is one name instead of a list of names.
-        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), damaged, or not what its
-            checksums say; if files differ in columns, or have a key in common; if it has pickled values that
-            were not allowed, with their names, or values of a class whose module is not loaded.
+        ValueError: If it is neither Arrow IPC nor Parquet (with ``lazy``, no Parquet), damaged, or not what
+            its checksums say; if files differ in columns, or have a key in common; if it has pickled values
+            that were not allowed, with their names, or values of a class whose module is not loaded.
         KeyError: If a file has no such column.
         SharedMemoryExhausted: If what must be unpacked is larger than the host's memory.
     """

@@ -29,7 +29,7 @@ _RANK_VARIABLES = ("LOCAL_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _AT_IMPORT = dict(os.environ)  # if the initial environment cannot be read
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), range, PurePath, dt.date, dt.timedelta)
 _VALUES = (*_PLAIN, enum.Enum, type, list, tuple, set, frozenset)
-_MOST_PARTS = 1_000_000  # of a fingerprint, which takes a second or two then
+_MOST_PARTS = 1_000_000  # of a fingerprint, which takes some seconds then
 
 
 def job_of_process(name: str) -> list[str]:
