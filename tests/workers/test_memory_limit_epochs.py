@@ -106,7 +106,8 @@ def test_a_worker_that_has_handed_over_and_ended_is_not_taken_for_dead(
 
     def later(worker: ProcessWorker) -> bool:
         if not worker.released and asked:
-            wait_gone([psutil.Process(worker.pid)], 10)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended already
+                wait_gone([psutil.Process(worker.pid)], 10)
         return is_dead(worker)
 
     asked = False
