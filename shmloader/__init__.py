@@ -8,7 +8,6 @@ where the pages are that docstrings name, such as docs/gpu.md.
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shmloader.errors import (
@@ -63,17 +62,12 @@ _IMPORTED_WHEN_USED = {
 }
 
 
-def _late(module: str, name: str) -> Callable[[Any], Any]:
-    def call(given: Any) -> Any:
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)(given)
-
-    return call
+def _host_loading(loader: Any) -> Any:
+    return importlib.import_module(f"{__name__}.serving.ranks").host_loading(loader)
 
 
-# The loader may not import these packages, which import it: it looks here for what it needs of them.
-imported_when_used.update(
-    host=_late("serving.ranks", "host_loading"), OwnProcess=_late("channel.own_process", "OwnProcess")
-)
+# The loader may not import this package, which imports it: it looks here for what it needs of it.
+imported_when_used["host"] = _host_loading
 
 
 if not TYPE_CHECKING:  # to which any misspelt name would be known

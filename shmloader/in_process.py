@@ -45,8 +45,6 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         drawn = states_if_drawn(self._index_sampler, settings.generator, before)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's words
-        if isinstance(self._dataset, torch_private.DATAPIPES):
-            torch_private.apply_sharding(self._dataset, self._world_size, self._rank)
         device = settings.target
         self._pins = self._pin_memory or (device is not None and device.type != "mps")
         if device is not None:
@@ -59,9 +57,6 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._on_error: str = settings.on_error
         self._calls: list[None] = []  # that make a batch now
         self._stream = one_pass.stream
-        if self._stream is not None:
-            shared_seed = self._stream.share_seed(self._shared_seed)
-            self._dataset = torch_private.seed_datapipe(self._dataset, shared_seed)
         self._report: StreamReport | None = None  # of the batch that was fetched last
         self._interrupted = False  # the call before: what it had drawn of a stream is in no batch
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)

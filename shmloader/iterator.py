@@ -104,12 +104,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def _start_workers(self, one_pass: Pass, auto: Auto | None) -> Workers:
         most_workers = self._num_workers if auto is None else auto.most_workers
-        init_fn = one_pass.settings.worker_init_fn
-        init_fn = torch_private.init_fn_for(self._dataset, init_fn, self._world_size, self._rank)
-        seeds = int(self._base_seed), self._shared_seed
-        return start_workers(
-            one_pass, self.table, self._dataset, most_workers, self._calls_back, init_fn, *seeds
-        )
+        calls, seed = self._calls_back, int(self._base_seed)
+        return start_workers(one_pass, self.table, self._dataset, most_workers, calls, seed)
 
     def _make_delivery(self, device: Any) -> Delivery | None:
         """Make the `Delivery` of pinned or device batches, after workers were forked: it initialises CUDA."""
@@ -161,7 +157,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
-            settings = EpochSettings(self._shared_seed, self._calls, self._recorder is not None)
+            settings = EpochSettings(self._calls, self._recorder is not None)
             pickled = pickle.dumps(settings, 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._calls_back.clear()
@@ -179,12 +175,9 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 sampler_iter = index_arrays(sampler) or sampler_iter
             else:
                 before, sampler_iter = self._scheduler.states_before_early, early
-            self._draw_shared_seed(generator)
             seeds = int(self._base_seed), self.table.epoch + further
             batches, self._progress = one_pass.begin(sampler_iter, before, seeds)
         self._stream = one_pass.stream
-        if self._stream is not None:
-            self._stream.share_seed(self._shared_seed)
         return batches if self._recorder is None else self._recorder.time_sampler(batches)
 
     def await_replacements(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from shmloader.framework_rebuilds import (
     PreparedFlag,
@@ -17,7 +17,7 @@ from shmloader.framework_rebuilds import (
     warn_of_ray,
     warn_of_torchs_class,
 )
-from shmloader.loading import imported_when_used, loading_of
+from shmloader.loading import loading_of
 from shmloader.settings import Dispatch, OnError, Shard, SharedBy, WorkerType, options_asked_for, set_given
 from shmloader.statistics import LoaderStatistics
 from shmloader.torch_private import never_compiled
@@ -110,16 +110,15 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
         worker_type: ``"process"``, or ``"thread"`` for datasets that release the interpreter lock and for
             free-threaded Python: ``num_workers`` threads of this process, with no start-up cost and nothing
             pickled or copied for them, that share a map-style dataset with each other. They leave the global
-            random generators alone: draw from those of ``get_worker_info().rng``. Not for DataPipes, nor with
+            random generators alone: draw from those of ``get_worker_info().rng``. Not with
             ``worker_restarts`` or a ``multiprocessing_context``. See docs/threads.md.
         share_dataset: Move the dataset's large containers to shared memory first, as `shmloader.share` does:
             ``loader.dataset`` is then the shared dataset, and ``dataset`` itself is not changed. A sequence
             or mapping with a class of its own keeps it, since its samples may be new at each access. It saves
             memory only if nothing else (a sampler, a variable) keeps the original.
         shard: ``"auto"`` divides an iterable-style dataset among all workers of all ranks, so that each item
-            comes once: by the dataset's ``shard(num_shards, index)``, or by its ``is_shardable()`` and
-            ``sharding_settings(total_num_of_shards, id_of_shard)``; else each worker iterates over all of it
-            and gives its share of the items, which must come in the same order in all workers. Ranks have
+            comes once: by the dataset's ``shard(num_shards, index)``; else each worker iterates over all of
+            it and gives its share of the items, which must come in the same order in all workers. Ranks have
             equally many batches, or an error names one that has fewer. See docs/sharding.md.
         snapshot_every_n_steps: For an iterable-style dataset with a ``state_dict()``, itself or its iterator:
             each worker's batches from one call of it to the next; the samples since are drawn again when the
@@ -210,7 +209,7 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
     ) -> None:
         given = locals()
         set_given(self, given)
-        given["dataset"] = _staged(shared_if_asked(self, dataset), given["num_workers"])
+        given["dataset"] = shared_if_asked(self, dataset)
         super().__init__(**{name: given[name] for name in _TORCHS if name in given})
         warn_of_ray(self)
 
@@ -392,11 +391,3 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
                 takes no time. What is trained meanwhile is worth nothing.
         """
         return loading_of(self).profile(every_s, callback, replay=replay)
-
-
-def _staged(dataset: Any, num_workers: int) -> Any:
-    """The dataset; in a process of its own if its ``is_separate_process()`` says so and it has no worker."""
-    says = getattr(type(dataset), "is_separate_process", None)
-    if num_workers or not callable(says) or not isinstance(dataset, IterableDataset) or not says(dataset):
-        return dataset
-    return imported_when_used["OwnProcess"](dataset)

@@ -29,6 +29,7 @@ from shmloader.settings import AUTO, THREAD, AutoCount, Settings, option_of, opt
 from shmloader.slots import figures
 from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.torch_private import (
+    DATAPIPES,
     BaseIterator,
     drop_iterator,
     iterator_of,
@@ -310,7 +311,13 @@ class Loading:
 
 def _why_as_torch(dataset: object, num_workers: int) -> str:
     """The sentence that tells why a loader has to load as torch's own does; "" if it need not."""
-    if (lack := why_missing(dataset)) is not None:
+    if isinstance(dataset, DATAPIPES):
+        return (
+            f"shmloader: {_SLOTS} is not available for DataPipes, which torch's own iterator seeds and "
+            "shards. For slots, write the pipe as an IterableDataset, which shard='auto' divides, or as a "
+            "map-style dataset."
+        )
+    if (lack := why_missing()) is not None:
         return unavailable(_SLOTS, lack)
     if num_workers and (lack := why_unavailable()) is not None:
         return f"shmloader: {_SLOTS} is not available on this platform: {lack}."
@@ -340,7 +347,7 @@ def check_resumable(dataset: object, num_workers: int) -> None:
     if why := _why_as_torch(dataset, num_workers):
         raise ResumeError(
             f"torch's own iterator loads here, which does not record how far the program has come. {why} "
-            "With num_workers=0 and a torch that shmloader knows there is a state."
+            "With num_workers=0, a torch that shmloader knows, and no DataPipe, there is a state."
         )
 
 
@@ -397,7 +404,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 imported_when_used: dict[str, Callable[[Any], Any]] = {}
 """Makers of what packages have that the loader may not import; `shmloader` enters them here.
 
-``host`` makes the `Loading` of a loader with ``shared_by="host"``; ``OwnProcess`` gives a dataset a process.
+``host`` makes the `Loading` of a loader with ``shared_by="host"``.
 """
 
 

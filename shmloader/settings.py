@@ -16,7 +16,6 @@ from typing import Any, Final, Literal, Self, get_args
 import torch
 from torch.utils.data import IterableDataset
 
-from shmloader import torch_private
 from shmloader.messages import shown
 
 OnError = Literal["raise", "skip", "replace"]
@@ -289,10 +288,10 @@ def check_arguments(
             raise TypeError(f"{name} must be True or False, not {value!r:.100}")
     for why in _contradictions(options, dataset, num_workers, persistent_workers):
         raise ValueError(why)
-    check_workers(options, dataset, context)
+    check_workers(options, context)
 
 
-def check_workers(options: Any, dataset: object, context: object) -> None:
+def check_workers(options: Any, context: object) -> None:
     """Refuse what worker threads do not support, and ``multiprocessing`` contexts that use threads."""
     kind, why = threads_of(context), ""
     if options.worker_type != THREAD:
@@ -317,11 +316,6 @@ def check_workers(options: Any, dataset: object, context: object) -> None:
             f"worker_max_nbytes={options.worker_max_nbytes} needs worker_type='process': threads have the "
             "program's memory, which none of them gives back at its end"
         )
-    elif isinstance(dataset, torch_private.DATAPIPES):
-        why = (
-            f"worker_type='thread' cannot load from a DataPipe ({type(dataset).__name__}): workers shard and "
-            "seed the pipe itself, and each needs one of its own. Use worker_type='process'"
-        )
     if why:
         raise ValueError(why)
 
@@ -336,8 +330,7 @@ def _contradictions(
     options: Any, dataset: object, num_workers: object, persistent_workers: bool
 ) -> Iterator[str]:
     """Arguments that exclude each other or the kind of dataset: each with the reason and what to pass."""
-    is_stream, is_pipe = isinstance(dataset, IterableDataset), isinstance(dataset, torch_private.DATAPIPES)
-    is_automatic = isinstance(num_workers, AutoCount)
+    is_stream, is_automatic = isinstance(dataset, IterableDataset), isinstance(num_workers, AutoCount)
     if options.seed_per_sample and is_stream:
         yield (
             "seed_per_sample=True needs a map-style dataset: it seeds before dataset[index] is called, and "
@@ -348,7 +341,7 @@ def _contradictions(
             "worker_restarts needs a map-style dataset: only the dead worker knew how far it had come in an "
             "iterable-style one, so its batches cannot be made again"
         )
-    if options.worker_max_nbytes is not None and (is_stream or is_pipe):
+    if options.worker_max_nbytes is not None and is_stream:
         yield (
             "worker_max_nbytes needs a map-style dataset: only a worker knows how far it has come in its "
             "stream. Take a state, close() the loader, load the state: that begins with new workers"
@@ -358,11 +351,10 @@ def _contradictions(
         yield f"{name} needs num_workers: without, samples take this process's memory, and may end it"
     if options.prefetch_epochs and not persistent_workers:
         yield "prefetch_epochs=True needs persistent_workers=True: other workers end with their epoch"
-    if is_automatic and (is_stream or is_pipe):
+    if is_automatic and is_stream:
         yield (
             "num_workers='auto' needs a map-style dataset: each worker has its own stream of an "
-            "iterable-style one, or its own share of a DataPipe, so samples would depend on the number of "
-            "workers. Pass a number"
+            "iterable-style one, so samples would depend on the number of workers. Pass a number"
         )
     if is_automatic and options.dispatch == STATIC:
         yield (
@@ -380,10 +372,6 @@ def _contradictions(
         yield (
             "shard='auto' divides a stream among all ranks, and shared_by='host' gives those of a host the "
             "same batches: leave one of them out"
-        )
-    if options.shard is not None and is_pipe:
-        yield (
-            f"shard='auto' is not for a DataPipe ({type(dataset).__name__}): its sharding_filter() shards it"
         )
     if options.shard is not None and not is_stream:
         yield (

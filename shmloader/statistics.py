@@ -106,7 +106,7 @@ class LoaderStatistics:
     in_process_s: float = 0.0  # in which ``next()`` made batches itself, with ``num_workers=0``
     wait_for_device_s: float = 0.0  # that ``next()`` waited for slots that an accelerator still read
     workers_wait_for_slots_s: float = 0.0  # that all workers together waited for a slot
-    torchs_way: bool = False  # torch's own iterator loads, for lack of what slots need; nothing is counted
+    torchs_way: bool = False  # torch's own iterator loads, and nothing is counted
     placed_sites: tuple[PlacedSite, ...] = ()  # calls of torch's that make parts of the batch
     autotune: AutotuneReport | None = None  # for ``num_workers="auto"`` or ``prefetch_factor="auto"``
 

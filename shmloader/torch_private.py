@@ -25,13 +25,11 @@ from torch.autograd import profiler
 from shmloader.patches import Patches
 
 _missing: list[str] = []  # reasons
-_missing_for_datapipes: list[str] = []
 
 
-def why_missing(dataset: object = None) -> str | None:
-    """The reason why this torch has no slots to load a dataset through; None if it has all that is needed."""
-    found = _missing + _missing_for_datapipes * isinstance(dataset, DATAPIPES)
-    return found[0] if found else None
+def why_missing() -> str | None:
+    """The reason why this torch has no slots to load through; None if it has all that is needed."""
+    return _missing[0] if _missing else None
 
 
 def unavailable(what: str, why: str) -> str:
@@ -39,12 +37,12 @@ def unavailable(what: str, why: str) -> str:
     return f"shmloader: {what} is not available with torch {torch.__version__} (2.13 has it), because {why}."
 
 
-def _find(module: str, name: str, default: Any = None, reasons: list[str] = _missing) -> Any:
+def _find(module: str, name: str, default: Any = None) -> Any:
     """Look up a name of torch; if it is missing, note it as a reason and give the default."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        reasons.append(f"it has no {module}.{name}")
+        _missing.append(f"it has no {module}.{name}")
         return default
 
 
@@ -53,8 +51,7 @@ def _find(module: str, name: str, default: Any = None, reasons: list[str] = _mis
 _DATALOADER = "torch.utils.data.dataloader"
 _ITERATOR_ATTRIBUTES = (
     "_dataset _index_sampler _sampler_iter _next_index _num_workers _persistent_workers "
-    "_num_yielded _IterableDataset_len_called _timeout _base_seed _shared_seed _world_size _rank "
-    "_pin_memory _pin_memory_device"
+    "_num_yielded _IterableDataset_len_called _timeout _base_seed _pin_memory _pin_memory_device"
 ).split()
 """Attributes of `BaseIterator` that shmloader's iterators read or replace."""
 
@@ -104,17 +101,9 @@ WHY_NOT_INSTALLED = "" if _is_called else f"its DataLoader.__iter__ does not cal
 class OwnOrder(BaseIterator):
     """torch's iterator, whose `_reset` leaves the sampler alone: the order comes from elsewhere."""
 
-    _pg: Any = None  # a torch without it lets each rank draw
-
     def _reset(self, loader: torch.utils.data.DataLoader[Any], first_iter: bool = False) -> None:
         self._num_yielded = 0
         self._IterableDataset_len_called = loader._IterableDataset_len_called
-
-    def _draw_shared_seed(self, generator: torch.Generator | None) -> None:
-        """Draw the seed that the workers of an epoch share, as torch does after it has asked the sampler."""
-        if self._shared_seed is not None:
-            self._shared_seed = _share_dist_seed(generator, self._pg)
-            self._dataset = seed_datapipe(self._dataset, self._shared_seed)
 
 
 def iterator_of(loader: Any) -> Any:
@@ -134,32 +123,9 @@ def worker_pids(iterator: Any) -> list[int]:
 
 # --- DataPipes
 
-_find_for_datapipes = functools.partial(_find, reasons=_missing_for_datapipes)
-_GRAPH_SETTINGS = "torch.utils.data.graph_settings"
-
-# These two shard torch's DataPipes over ranks and workers; the first then runs the user's ``worker_init_fn``.
-sharding_worker_init_fn = _find_for_datapipes(_DATALOADER, "_sharding_worker_init_fn")
-apply_sharding = _find_for_datapipes(_GRAPH_SETTINGS, "apply_sharding")
-_share_dist_seed = _find_for_datapipes(_DATALOADER, "_share_dist_seed")
-_apply_random_seed = _find_for_datapipes(_GRAPH_SETTINGS, "apply_random_seed")
-
 _PIPES = ("IterDataPipe", "MapDataPipe")
 DATAPIPES = tuple(vars(torch.utils.data)[name] for name in _PIPES if name in vars(torch.utils.data))
 """torch's classes of DataPipes, for ``isinstance``; empty in a torch without them."""
-
-
-def init_fn_for(dataset: Any, init_fn: Any, world_size: int, rank: int) -> Any:
-    """The ``worker_init_fn`` for a dataset: around the program's own, torch's for its DataPipes."""
-    if not isinstance(dataset, DATAPIPES):
-        return init_fn
-    return functools.partial(sharding_worker_init_fn, init_fn, world_size, rank)
-
-
-def seed_datapipe(dataset: Any, shared_seed: int | None) -> Any:
-    """Give a graph of DataPipes the seed that all workers of an epoch share; torch draws it for them only."""
-    if shared_seed is None:
-        return dataset
-    return _apply_random_seed(dataset, torch.Generator().manual_seed(shared_seed))
 
 
 # --- collation

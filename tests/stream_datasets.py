@@ -66,25 +66,6 @@ class Files(Numbers):
             yield from range(4 * file, 4 * file + 4)
 
 
-class BySettings(Numbers):
-    """Gets its shard through settings; ``shardable`` is its answer to whether it can be sharded."""
-
-    def __init__(self, length: int, shardable: bool = True) -> None:
-        super().__init__(length)
-        self.part = 1, 0
-        self.shardable = shardable
-
-    def is_shardable(self) -> bool:
-        return self.shardable
-
-    def sharding_settings(self, total_num_of_shards: int, id_of_shard: int) -> None:
-        self.part = total_num_of_shards, id_of_shard
-
-    def __iter__(self) -> Iterator[int]:
-        shards, index = self.part
-        yield from range(index, self.length, shards)
-
-
 class ByItself(Numbers):
     """Divides itself among workers and ranks, as shown in the documentation of torch."""
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from shmloader import torch_private
 from shmloader.errors import warn
 from shmloader.indices import samplers
 from shmloader.indices.array_samplers import index_arrays
@@ -41,7 +40,7 @@ def next_epoch_for(settings: Settings) -> NextEpoch | None:
 def _why_not(settings: Settings) -> str:
     if not settings.in_order:
         return "it needs in_order=True"
-    if settings.is_iterable or isinstance(settings.dataset, torch_private.DATAPIPES):
+    if settings.is_iterable:
         return "an iterable-style dataset has no index batches"
     has_epoch = samplers.sampler_with_epoch(settings.index_sampler) is not None
     for sampler in samplers.with_inner(settings.index_sampler):

@@ -37,13 +37,11 @@ class StreamProgress:
     def __init__(self, settings: Settings, loaded: State | None = None) -> None:
         workers = max(settings.num_workers, 1)
         self._last = -1  # the part that the latest batch was of
-        self.shared_seed: int | None = None  # that all workers share (torch's DataPipes)
         if loaded is None or not loaded["stream"]:
             self.rules = rules = _fresh_rules(settings)
         else:
             self.rules = rules = rules_for(settings, loaded)
-            stream = _read(loaded)
-            self._last, self.shared_seed = stream["last"], stream.get("shared_seed")
+            self._last = _read(loaded)["last"]
         if rules.layout == STRIDE and settings.on_error != "raise":
             raise ValueError(
                 f"on_error={settings.on_error!r} is not possible if shard='auto' deals out the samples of a "
@@ -74,12 +72,6 @@ class StreamProgress:
                 f"to resume, {again:,} samples of the stream are drawn again and dropped, because "
                 f"{self._dataset_name} and its iterator have no own state_dict() and load_state_dict()"
             )
-
-    def share_seed(self, drawn: int | None) -> int | None:
-        """The seed that all workers share: that of the loaded state, else the one that was drawn now."""
-        if self.shared_seed is None:
-            self.shared_seed = drawn
-        return self.shared_seed
 
     def take(
         self, progress: Progress, worker_id: int, report: StreamReport | None, *, returned: bool
@@ -138,7 +130,7 @@ class StreamProgress:
         with self._lock:
             self._count(progress)
             cursors, last = self._at(progress, taken)
-        if not taken and self.shared_seed is None:
+        if not taken:
             return {"stream": ""}
         if self.rules.layout == STRIDE:
             cursors = cursors[:1]
@@ -150,8 +142,6 @@ class StreamProgress:
         parts = [(drawn, self._packed(own) if own else "", *others) for drawn, own, *others in cursors]
         stream = {"layout": self.rules.layout, "parts": parts, "last": last}
         stream |= {"rank": 0 if self._ranks_share else self.rules.rank, "ranks": self.rules.ranks}
-        if self.shared_seed is not None:
-            stream["shared_seed"] = self.shared_seed
         return {"stream": json.dumps(stream)}
 
     def _at(self, progress: Progress, taken: int) -> tuple[list[Cursor], int]:
@@ -198,11 +188,8 @@ def _makes_shards(dataset: Any, ranks: int, parts: int) -> bool:
     One with a number of files, ``num_shards``, as Hugging Face's have, is not asked for more shards than
     files, nor, with several ranks, for shards of unequally many files.
     """
-    shard, settings, ask = (
-        attribute_of(dataset, name) for name in ("shard", "sharding_settings", "is_shardable")
-    )
-    if not callable(shard):
-        return callable(settings) and callable(ask) and bool(ask())
+    if not callable(attribute_of(dataset, "shard")):
+        return False
     files, shards = getattr(dataset, "num_shards", None), ranks * parts
     return not isinstance(files, int) or (files >= shards and (ranks == 1 or files % shards == 0))
 

@@ -1,4 +1,4 @@
-"""Settings that workers get when an epoch begins: calls of ``loader.set_epoch()``, and a shared seed.
+"""Settings that workers get when an epoch begins: calls of ``loader.set_epoch()``.
 
 A persistent worker process has a copy of the dataset from its start. It makes the loader's calls; nothing
 else that the program does to its dataset reaches it, as with torch.
@@ -36,7 +36,6 @@ its dataset was called."""
 class EpochSettings(NamedTuple):
     """Settings that differ from epoch to epoch; they cross the process boundary."""
 
-    shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
     calls: list[EpochCall]  # since the last epoch began
     is_profiled: bool = False
 

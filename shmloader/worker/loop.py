@@ -53,7 +53,6 @@ class WorkerArguments:
     dataset: Any
     rules: FetchRules
     base_seed: int
-    shared_seed: int | None  # seed that all workers share (torch's DataPipes), or None
     # Calls of ``set_epoch()`` that a process makes first: it replaces another, and its dataset has already
     # heard of the next epoch.
     calls: list[EpochCall]
@@ -122,7 +121,6 @@ class Loop:
     def _start(self) -> None:
         """Start as torch's worker does between seeding and the first task, in the same order."""
         arguments = self._arguments
-        self._dataset = torch_private.seed_datapipe(self._dataset, arguments.shared_seed)
         self._info = info = torch_private.WorkerInfo(
             id=arguments.worker_id,
             num_workers=arguments.num_workers,
@@ -134,7 +132,7 @@ class Loop:
         torch_private.set_worker_info(info, in_thread=self._in_thread)
         try:
             if arguments.calls and not self._in_thread:
-                EpochSettings(None, arguments.calls).make_calls(owners_in(self._dataset))
+                EpochSettings(arguments.calls).make_calls(owners_in(self._dataset))
             if arguments.init_fn is not None:
                 arguments.init_fn(arguments.worker_id)
             self._setup.begin(info)  # after it, since it may change the dataset
@@ -216,7 +214,6 @@ class Loop:
             if settings.calls:
                 self._owners = self._owners or owners_in(self._dataset)
                 settings.make_calls(self._owners)
-            self._dataset = torch_private.seed_datapipe(self._dataset, settings.shared_seed)
             self._setup.begin(self._info)  # again, if it has raised in the last epoch
             self._fetcher = self._make_fetcher()
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch

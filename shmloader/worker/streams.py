@@ -140,9 +140,6 @@ def _load(one: Any, state: Any) -> None:
 def _shard_of(dataset: Any, rules: StreamRules, part: int, parts: int) -> Any:
     """A shard of a dataset, one of this rank's ``parts``, made by the dataset itself."""
     shards, index = rules.ranks * parts, rules.rank * parts + part
-    if not callable(attribute_of(dataset, "shard")):
-        dataset.sharding_settings(shards, index)
-        return dataset
     shard = dataset.shard(shards, index)
     epoch = getattr(dataset, "epoch", None)
     if isinstance(epoch, int) and callable(attribute_of(shard, "set_epoch")):

@@ -36,17 +36,15 @@ def start_workers(
     dataset: Any,
     most_workers: int,
     calls: list[EpochCall],
-    init_fn: Any,
     base_seed: int,
-    shared_seed: int | None,
 ) -> Workers:
     """Start the workers; settings that these do not support, which some frameworks set late, are errors.
 
-    Dataset, ``init_fn`` and seeds are those of torch's iterator. Each worker is told of ``most_workers``. The
-    list of ``calls`` is that of the moment in which a worker starts.
+    Dataset and seed are those of torch's iterator. Each worker is told of ``most_workers``. The list of
+    ``calls`` is that of the moment in which a worker starts.
     """
     settings, stream = one_pass.settings, one_pass.stream
-    check_workers(settings, settings.dataset, settings.multiprocessing_context)
+    check_workers(settings, settings.multiprocessing_context)
     make_arguments = functools.partial(
         WorkerArguments,
         num_workers=most_workers,
@@ -54,10 +52,8 @@ def start_workers(
         dataset=dataset,
         rules=FetchRules.of(settings, None if stream is None else stream.rules),
         base_seed=base_seed,
-        # Only streams need it, and their workers are all started with the iterator.
-        shared_seed=None if stream is None else stream.share_seed(shared_seed),
         calls=calls,
-        init_fn=init_fn,
+        init_fn=settings.worker_init_fn,
         seeds_samples=settings.seeds_samples,
         places=settings.place_results,
         max_nbytes=settings.worker_max_nbytes,

@@ -1,4 +1,4 @@
-"""`shmloader.OwnProcess`: what a dataset or a graph of DataPipes gives in a process of its own."""
+"""`shmloader.OwnProcess`: what a dataset gives in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from stream_datasets import BySettings
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 import shmloader
 from shmloader import OwnProcess, PeerDied, QueueClosed
@@ -26,13 +26,9 @@ class Numbers(IterableDataset[Any]):
 
     def __init__(self, count: int, raises_at: int = -1, dies_at: int = -1) -> None:
         self.count, self.raises_at, self.dies_at = count, raises_at, dies_at
-        self.calls = 0
-
-    def lazy_init(self) -> None:
-        self.calls += 1
 
     def __len__(self) -> int:
-        return self.count * self.calls
+        return self.count
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(self.count):
@@ -40,43 +36,7 @@ class Numbers(IterableDataset[Any]):
                 raise KeyError(number)
             if number == self.dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            yield {"x": torch.full((100, 100), number), "pid": os.getpid(), "calls": self.calls}
-
-
-def graphs() -> dict[str, Any]:
-    """torch's DataPipes, each with one that shuffles or shards below the place where the process begins."""
-    shuffled = IterableWrapper(range(40)).shuffle().sharding_filter()
-    return {
-        "shuffle and batch": (shuffled, lambda pipe: pipe.batch(4)),
-        "collate": (shuffled.batch(4), lambda pipe: pipe.collate()),
-        "filter and map": (shuffled.filter(is_even), lambda pipe: pipe.map(twice)),
-        "zip": (shuffled, lambda pipe: pipe.zip(IterableWrapper(range(40)))),
-        "shuffled after it": (shuffled, lambda pipe: pipe.shuffle()),
-    }
-
-
-def is_even(number: int) -> bool:
-    return number % 2 == 0
-
-
-def twice(number: int) -> int:
-    return 2 * number
-
-
-@pytest.mark.parametrize("name", graphs())
-@pytest.mark.parametrize("kind", [DataLoader, shmloader.DataLoader])
-def test_graphs_give_what_torchs_loader_gives(name: str, kind: Any) -> None:
-    below, above = graphs()[name]
-
-    def epochs(pipe: Any, loader: Any) -> list[Any]:
-        torch.manual_seed(7)
-        made = loader(pipe, batch_size=None, shuffle=True)
-        return [[str(item) for item in made] for _ in range(2)]
-
-    expected = epochs(above(below), DataLoader)
-    below, above = graphs()[name]
-    assert epochs(above(OwnProcess(below)), kind) == expected
-    assert expected[0] != expected[1]
+            yield {"x": torch.full((100, 100), number), "pid": os.getpid()}
 
 
 @pytest.mark.parametrize("maxsize", [1, 16])
@@ -85,10 +45,8 @@ def test_items_come_in_order_from_another_process_and_len_is_known(start_method:
     for _ in range(2):
         items = list(DataLoader(dataset, batch_size=None))
         assert [int(item["x"][0, 0]) for item in items] == list(range(30))
-        assert {item["calls"] for item in items} == {1}
         assert os.getpid() not in {item["pid"] for item in items}
     assert len(dataset) == 30
-    assert dataset.dataset.calls == 1
 
 
 def test_a_dataset_may_give_nothing() -> None:
@@ -176,55 +134,20 @@ def test_a_forked_process_leaves_the_items_to_this_one() -> None:
     assert len(list(items)) == 4
 
 
-class Says(Numbers):
-    """Says whether it has a process of its own, as PyTorch's RFC #49440 has it."""
-
-    separate = True
-
-    def is_separate_process(self) -> bool:
-        return self.separate
-
-
-def test_a_dataset_that_says_so_has_a_process_of_its_own_without_workers() -> None:
-    for separate, workers in ((True, 0), (False, 0), (True, 1)):
-        dataset = Says(6)
-        dataset.separate = separate
-        dataset.calls = 7
-        loader = shmloader.DataLoader(dataset, 2, num_workers=workers)
-        assert isinstance(loader.dataset, OwnProcess) is (separate and not workers)
-        items = list(loader)
-        assert [item["x"][:, 0, 0].tolist() for item in items] == [[0, 1], [2, 3], [4, 5]]
-        assert (os.getpid() in items[0]["pid"].tolist()) is (not separate)
-        assert items[0]["calls"].tolist() == [8 if separate and not workers else 7] * 2  # by `lazy_init`
-
-
-class Pipe(IterableWrapper):  # type: ignore[misc]
-    """A DataPipe that says so."""
-
-    def is_separate_process(self) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from ((item, os.getpid()) for item in self.iterable)
-
-
-def test_so_has_a_data_pipe() -> None:
-    items = list(shmloader.DataLoader(Pipe(range(4)), batch_size=None))
-    assert [item for item, _ in items] == [0, 1, 2, 3]
-    assert os.getpid() not in {pid for _, pid in items}
-
-
-@pytest.mark.parametrize("shardable", [True, False])
-def test_each_item_comes_once_over_ranks(shardable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_item_comes_once_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     got = []
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        dataset = OwnProcess(BySettings(8, shardable))
-        got.append([int(item) for item in shmloader.DataLoader(dataset, batch_size=None, shard="auto")])
-        assert dataset.dataset.part == ((2, rank) if shardable else (1, 0))
-    assert sorted(got[0] + got[1]) == list(range(8))
-    assert len(got[0]) == len(got[1])
+        items = shmloader.DataLoader(OwnProcess(Numbers(8)), batch_size=None, shard="auto")
+        got.append([int(item["x"][0, 0]) for item in items])
+    assert got == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_data_pipe_is_refused_since_its_sharding_filter_would_not_apply() -> None:
+    for pipe in (IterableWrapper(range(4)).sharding_filter(), SequenceWrapper(range(4))):
+        with pytest.raises(TypeError, match=r"a DataPipe \(.*an IterableDataset of your own, or .* workers"):
+            OwnProcess(pipe)
 
 
 def test_a_worker_is_told_to_do_without() -> None:

@@ -10,10 +10,7 @@ import pytest
 import torch
 from flawed_datasets import MODES, Flawed, cut, quiet, rows
 from loading import KeepsBatches
-from parity.compare import assert_same
-from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, Sampler, default_collate
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from shmloader import DataLoader
 
@@ -326,15 +323,3 @@ def test_it_costs_nothing_while_nothing_fails() -> None:
 
     loader = DataLoader(Knows(), batch_size=4, num_workers=1, multiprocessing_context="fork", on_error="skip")
     assert list(loader)[-1]["kinds"][-1].split() == ["dict"] * 15
-
-
-def test_datapipes_without_workers_are_shuffled_and_sharded_as_by_torch() -> None:
-    """Our fetcher iterates over DataPipes too."""
-
-    def epochs(kind: type) -> list[Any]:
-        torch.manual_seed(5)
-        pipe = IterableWrapper(range(20)).shuffle().sharding_filter().map(torch.tensor)
-        loader = kind(pipe, batch_size=3)
-        return [list(loader), list(loader), torch.get_rng_state()]
-
-    assert_same(epochs(DataLoader), epochs(TorchLoader))

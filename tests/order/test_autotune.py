@@ -14,7 +14,7 @@ import torch
 from autotune_datasets import Draws, epochs, plain, processes
 from loading import Numbered
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, IterableDataset, MapDataPipe, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from shmloader import DataLoader
 from shmloader.memory.limits import Cores
@@ -278,13 +278,3 @@ def test_arguments_are_checked() -> None:
         with pytest.raises(ValueError, match=match):
             build()
     assert DataLoader(Numbered(4), num_workers="auto", dispatch="dynamic").dispatch == "dynamic"
-    with pytest.raises(ValueError, match="map-style"):
-        DataLoader(Pipe(), num_workers="auto")
-
-
-class Pipe(MapDataPipe):
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> int:
-        return index

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader as TorchLoader
 
+from parity.compare import differences
 from parity.datasets import CountedStream, SizedStream, Stream, identity
 from parity.pipes import double, iter_pipe, map_pipe
-from parity.run import Build, assert_plays, states, take
-from shmloader import DataLoader
+from parity.run import Build, assert_plays, builder, outcome, states, take
+from shmloader import DataLoader, ResumeError, errors
 
 LENGTHS = [(0,), (5,), (3, 3), (1, 9), (9, 1), (0, 4), (4, 0), (0, 0), (7, 2, 4), (1, 0, 6)]
 SHAPES: list[dict[str, Any]] = [
@@ -145,50 +148,47 @@ def test_streams_do_not_depend_on_the_start_method(start_method: str) -> None:
     assert_plays(play, start_method)
 
 
+PIPES = {"iter": iter_pipe, "map": map_pipe}
+HOW: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+
+
 @pytest.mark.each_value
-@pytest.mark.parametrize("how", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent": True}])
-@pytest.mark.parametrize("shuffle", [None, True, False])
-def test_iter_data_pipes_are_sharded_and_shuffled_as_by_torch(how: Any, shuffle: Any) -> None:
-    """Each worker gets its part of one order, which the shared seed decides; epochs differ."""
-    how = dict(how)
-    persistent = how.pop("persistent", False)
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("make_pipe", PIPES.values(), ids=PIPES)
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_data_pipes_load_torchs_way_and_one_warning_says_why(
+    make_pipe: Any, how: dict[str, Any], own_generator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shuffled pipe is divided among workers as by torch, and all generators draw what they do there."""
+    monkeypatch.setattr(errors, "_said", set())
 
     def play(build: Build) -> Any:
-        loader = build(iter_pipe(20), 3, shuffle, persistent_workers=persistent, **how)
-        return [list(loader), take(iter(loader), 2), list(loader), states()]
+        generator = torch.Generator().manual_seed(4) if own_generator else None
+        loader = build(make_pipe(20), 3, True, generator=generator, worker_init_fn=double, **how)
+        drawn = [] if generator is None else [generator.get_state()]
+        return [list(loader), take(iter(loader), 2), list(loader), states(), drawn]
 
-    epochs = assert_plays(play)
-    assert sorted(torch.cat(epochs[0]).tolist()) == [2 * k for k in range(20)]
-
-
-def test_a_generator_decides_the_shared_seed_of_data_pipes() -> None:
-    """iter() draws from the generator twice: shared seed, then base seed."""
-
-    def play(build: Build) -> Any:
-        generator = torch.Generator().manual_seed(4)
-        loader = build(iter_pipe(20), 3, True, generator=generator, num_workers=2)
-        return [list(loader), generator.get_state(), list(loader), generator.get_state(), states()]
-
-    assert_plays(play)
+    ours, theirs = outcome(play, builder(DataLoader)), outcome(play, builder(TorchLoader))
+    (kind, text), ours.warned = ours.warned[0], ours.warned[1:]
+    assert kind is RuntimeWarning
+    assert re.search(r"not available for DataPipes, which torch's .* shards\. .* as an IterableDataset", text)
+    assert not differences(ours, theirs)
+    assert sorted(torch.cat(ours.result[0]).tolist()) == [2 * k for k in range(20)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_map_data_pipes_are_map_style_datasets(workers: int) -> None:
-    """They shuffle by themselves, and the loader samples them."""
+def test_data_pipes_have_no_states_and_are_not_divided_by_the_loader() -> None:
+    with pytest.raises(ResumeError, match="for DataPipes, which torch's own iterator seeds and shards"):
+        DataLoader(iter_pipe(20)).state_dict()
+    with pytest.raises(ResumeError, match="for DataPipes"):
+        DataLoader(iter_pipe(20), num_workers=1).load_state_dict({"batches": 1})
+    with pytest.raises(NotImplementedError, match=r"for DataPipes.* not divide streams as shard='auto' asks"):
+        iter(DataLoader(iter_pipe(20), shard="auto"))
+    with pytest.raises(ValueError, match="needs an iterable-style dataset"):
+        DataLoader(map_pipe(20), shard="auto")
 
-    def play(build: Build) -> Any:
-        plain = build(map_pipe(9), 2, num_workers=workers)
-        shuffled = build(map_pipe(9), 2, True, num_workers=workers, worker_init_fn=double)
-        return [list(plain), list(shuffled), list(shuffled), states()]
 
-    assert_plays(play)
-
-
-@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
-def test_data_pipes_travel_to_workers_that_are_not_forked(start_method: str) -> None:
-    """torch wraps them to make them easy to pickle; the wrapper survives."""
-
-    def play(build: Build) -> Any:
-        return list(build(iter_pipe(20), 3, True, num_workers=2))
-
-    assert_plays(play, start_method)
+def test_options_without_effect_on_a_data_pipe_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "_said", set())
+    loader = DataLoader(map_pipe(4), num_workers="auto", worker_type="thread")
+    with pytest.warns(RuntimeWarning, match=r"effect: num_workers='auto' .*, worker_type='thread'\.$"):
+        assert [int(batch) for batch in loader] == [0, 2, 4, 6]

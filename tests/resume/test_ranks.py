@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stream_datasets import BySettings, ByShard, Numbers, identity
+from stream_datasets import ByShard, Numbers, identity
 
 from shmloader import DataLoader, LoaderError
 
@@ -64,7 +64,7 @@ def two_epochs(batches: list[Any], dataset: Any, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [ByShard, BySettings, Numbers])
+@pytest.mark.parametrize("kind", [ByShard, Numbers])
 def test_each_item_comes_exactly_once_in_each_epoch(kind: Any, workers: int, tmp_path: Path) -> None:
     """Ranks are asked of torch.distributed, not of the environment."""
     results = play(two_epochs, tmp_path, kind(24), workers)

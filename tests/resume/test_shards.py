@@ -11,7 +11,6 @@ from batch_outcomes import outcomes
 from stream_datasets import (
     ByItself,
     ByItselfTooLate,
-    BySettings,
     ByShard,
     ByShardAndItself,
     Files,
@@ -50,9 +49,7 @@ def items(batches: list[Batches]) -> list[int]:
 
 WAYS: dict[str, IterableDataset[int]] = {
     "shard": ByShard(48),
-    "sharding_settings": BySettings(48),
     "stride": Numbers(48),
-    "stride, not shardable": BySettings(48, shardable=False),
     "stride, too few shards": ByShard(48, num_shards=3),
     "stride, looks at its worker info": Looks(48),
     "stride, too few shards that divide themselves": ByShardAndItself(48, num_shards=3),

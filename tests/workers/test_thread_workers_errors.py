@@ -116,13 +116,3 @@ def test_what_threads_cannot_do_is_refused(arguments: dict[str, Any], message: s
     """The refusal comes at once, with the reason."""
     with pytest.raises(ValueError, match=message):
         DataLoader(loading.Numbered(3), num_workers=1, **arguments)
-
-
-def test_datapipes_are_refused() -> None:
-    """DataPipes of both kinds are refused."""
-    from torch.utils.data.datapipes.iter import IterableWrapper
-    from torch.utils.data.datapipes.map import SequenceWrapper
-
-    for pipe in (IterableWrapper([1, 2]), SequenceWrapper([1, 2])):
-        with pytest.raises(ValueError, match=r"DataPipe .*worker_type='process'"):
-            threads(pipe, num_workers=1)
