@@ -53,7 +53,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
             device = numbered(device)
         self._device = device
         self._counters = counters
-        counters.begin_epoch()
+        counters.begin_epoch(is_undivided=settings.is_undivided)
         self._on_error: str = settings.on_error
         self._calls: list[None] = []  # that make a batch now
         self._stream = one_pass.stream
@@ -64,7 +64,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._probe = None if recorder is None else BatchProbe()
         rules = rules._replace(probe=self._probe)
         if recorder is not None:
-            recorder.begin_epoch(0)
+            recorder.begin_epoch()
         self._seeds: SampleSeeds | None = None
         dataset = self._dataset
         self._base_seed, self._epoch = seeds = one_pass.seeds(int(self._base_seed))

@@ -142,10 +142,11 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
 
     def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
         scheduler, num_workers = self._scheduler, len(self._all_workers.workers)
-        self._counters.begin_epoch(num_workers, starts=not further)
+        is_undivided = one_pass.settings.is_undivided
+        self._counters.begin_epoch(num_workers, starts=not further, is_undivided=is_undivided)
         before, self._recorder = self._recorder, self._counters.recorder
         if self._recorder is not None:
-            self._recorder.begin_epoch(num_workers)
+            self._recorder.begin_epoch()
         discard = bool(self._calls) or before is not self._recorder  # workers have to be told
         early = scheduler.take_early(discard=discard) if further else None
         batches = self._begin_order(one_pass, early, further=further)

@@ -140,6 +140,11 @@ class Settings:
         return isinstance(self.dataset, IterableDataset)
 
     @property
+    def is_undivided(self) -> bool:
+        """Whether each worker has the whole dataset, unless that divides itself: a stream, no ``shard``."""
+        return self.is_iterable and self.shard is None
+
+    @property
     def comes_in_order(self) -> bool:
         """Whether batches come in the sampler's order; ``"auto"``, which is dynamic, may add a worker."""
         return bool(self.in_order) or self.num_workers < (1 if self.dispatch == DYNAMIC else 2)

@@ -13,7 +13,10 @@ from shmloader.messages import shown
 from shmloader.verdict import Evidence, judge, time_of
 
 _MOST_BAD_SAMPLES = 3  # that a table shows
-_SAME = "batches in_process_s num_workers usable_cores own_cores foreign_cores throttled_share spills".split()
+_SAME = (
+    "batches spills in_process_s num_workers is_undivided usable_cores own_cores foreign_cores "
+    "throttled_share"
+).split()
 """Figures of the same name in `LoaderStatistics` and `Evidence`."""
 
 _Counts = TypeVar("_Counts")
@@ -58,6 +61,7 @@ class AutotuneReport:
     settled: bool  # it changes only if batches become so large that the memory budget asks for fewer
     batches: int  # returned until the choice was made, or so far; at most 200
     why: str  # the reasons, with what was measured, for people
+    chooses_workers: bool = True  # and not only the depth
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,12 @@ class LoaderStatistics:
     epochs_prefetched: int = 0  # they began with batches that were made early (``prefetch_epochs``)
     epochs_in_vain: int = 0  # their early batches were discarded and made again
     iterating_s: float = 0.0  # from ``iter()`` to the last ``next()`` so far, summed over the epochs
-    num_workers: int = 0  # of the iterator that was begun last
+    num_workers: int = 0  # of the iterator that was begun last, with those added since
+    is_undivided: bool = False  # each worker has the whole stream, unless the dataset divides itself
     workers_made_s: float = 0.0  # that all workers together took to make batches
-    usable_cores: int = 0  # that this process may use
+    usable_cores: int = 0  # that this process may use: of cores that ranks share, its part
     own_cores: float | None = None  # that this process and its workers kept busy, on average so far
-    foreign_cores: float = 0.0  # that everything else on the machine kept busy meanwhile
+    foreign_cores: float = 0.0  # that everything else kept busy meanwhile, of the usable ones; 0 if unknown
     throttled_share: float = 0.0  # of the scheduler's periods in which a cgroup's processor quota was used up
     wait_for_workers_s: float = 0.0  # that ``next()`` waited for a batch
     wait_for_first_batches_s: float = 0.0  # its part for the first batch of each epoch
@@ -133,7 +138,8 @@ class LoaderStatistics:
             made_s=self.workers_made_s,
             held=self.slots_leased,
             slots=sum(slots) + self.slots_guarded,
-            autotune=chosen.why if chosen is not None and chosen.settled else "",
+            autotune=chosen.why if chosen is not None and chosen.chooses_workers else "",
+            is_settled=chosen is None or chosen.settled,
         )
 
     def __str__(self) -> str:
@@ -209,8 +215,8 @@ def _size(nbytes: int) -> str:
 class Recorder(Protocol):
     """Takes the times of batches while a loader is profiled; main process."""
 
-    def begin_epoch(self, num_workers: int) -> None:
-        """Begin an epoch with so many workers."""
+    def begin_epoch(self) -> None:
+        """Begin an epoch."""
 
     def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
         """An iterator over the same index batches that is timed."""
@@ -259,6 +265,7 @@ class Counters:
     workers_wait_for_slots_ns: int = 0
     workers_made_ns: int = 0
     num_workers: int = 0
+    is_undivided: bool = False
     torchs_way: bool = False
     warned_of_spills: bool = False
     warned_of_copies: bool = False
@@ -271,15 +278,20 @@ class Counters:
     replay: Callable[[Any, int | None], Any] | None = None  # replaces iterators while a profile replays
     _owned: dict[type, Any] = field(default_factory=dict)
 
-    def begin_epoch(self, num_workers: int = 0, *, starts: bool = False) -> None:
+    def begin_epoch(self, num_workers: int = 0, *, starts: bool = False, is_undivided: bool = False) -> None:
         """Count the time in the loop from now on; time outside of epochs does not count.
 
-        There are ``num_workers`` now; with ``starts`` they were started for this epoch.
+        There are ``num_workers`` now; with ``starts`` they were started for this epoch. A dataset that
+        ``is_undivided`` is one that each of them has as a whole, unless it divides itself.
         """
         self.earlier_ns = self.iterating_ns
         self.began_ns = self.last_next_ns = time.perf_counter_ns()
         self.waited_before_ns = self.wait_for_workers_ns
         self.workers_are_new = starts
+        self.num_workers, self.is_undivided = num_workers, is_undivided
+
+    def note_workers(self, num_workers: int) -> None:
+        """Note the number of workers, which has grown within an epoch."""
         self.num_workers = num_workers
 
     def note_torchs_way(self) -> None:

@@ -70,7 +70,7 @@ _Found = tuple[Cause, str]
 class Profiled:
     """Figures that only a profile has; seconds are sums over all batches, and over the workers."""
 
-    step_s: float  # of the program, between two batches
+    step_s: float  # of the program, between two calls of ``next()``
     sampler_s: float
     next_s: float  # of ``next()`` besides waiting and the sampler
     fetch_s: float  # this and the next two: of the workers
@@ -83,6 +83,12 @@ class Profiled:
     slow_worker: tuple[int, float] | None = None  # slower than the others, and how many times
     slow_sample: str = ""  # the slowest sample, in words; empty if all are alike
     excess_s: float = 0.0  # what samples much slower than others of their batch took beyond these
+    steps: int = 0  # of the program
+
+    @property
+    def bound_batches_per_s(self) -> float:
+        """Batches per second if loading took no time; 0 if unknown."""
+        return self.steps / self.step_s if self.step_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -96,16 +102,18 @@ class Evidence:
     start_s: float = 0.0
     in_process_s: float = 0.0
     num_workers: int = 0
-    usable_cores: int = 0  # 0 if unknown
+    is_undivided: bool = False  # each worker has the whole stream, unless the dataset divides itself
+    usable_cores: int = 0  # by this process, or this rank; 0 if unknown
     made_s: float = 0.0  # that all workers together took to make batches
     own_cores: float | None = None  # None if unknown
-    foreign_cores: float = 0.0
+    foreign_cores: float = 0.0  # of the usable ones; 0 if unknown
     throttled_share: float = 0.0
     held: int = 0  # batches that the program holds
     slots: int = 0  # that there are
     spills: int = 0
     replays: bool = False  # one batch came again and again, so the loader took no time
-    autotune: str = ""  # why ``num_workers="auto"`` chose as it did
+    autotune: str = ""  # why ``num_workers="auto"`` chose as it did, or what it has measured so far
+    is_settled: bool = True  # it has chosen
     profiled: Profiled | None = None
 
     @property
@@ -115,8 +123,9 @@ class Evidence:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no core for a further worker."""
-        return self.own_cores is not None and self.own_cores >= _FULL * self.usable_cores > 0
+        """Whether there is no core for a further worker, whoever has them."""
+        own_cores = self.own_cores
+        return own_cores is not None and own_cores + self.foreign_cores >= _FULL * self.usable_cores > 0
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -140,11 +149,11 @@ def _too_little(e: Evidence) -> _Found | None:
 
 
 def _replayed(e: Evidence) -> _Found | None:
-    if not e.replays:
+    if not e.replays or e.profiled is None or not e.profiled.steps:
         return None
     return Cause.PROGRAM, (
         f"One batch was replayed, so loading took no time: no loader makes this program faster than "
-        f"{e.batches / e.total_s:,.1f} batches/s."
+        f"{e.profiled.bound_batches_per_s:,.1f} batches/s."
     )
 
 
@@ -154,7 +163,8 @@ def _no_workers(e: Evidence) -> _Found | None:
     made = f"next() made the batches itself, in {share_of(e.in_process_s, e.total_s)}"
     if e.in_process_s < _LEAST_WAIT * e.total_s:
         return Cause.PROGRAM, f"Your loop is the bottleneck: {made}; workers would save only that."
-    return Cause.NO_WORKERS, f"There are no workers: {made}; num_workers=1 or more would save that."
+    number = "num_workers=1" if e.is_undivided else "num_workers=1 or more"
+    return Cause.NO_WORKERS, f"There are no workers: {made}; {number} would save that."
 
 
 def _main_process(e: Evidence) -> _Found | None:
@@ -218,7 +228,7 @@ def _lack_of_cores(e: Evidence) -> _Found | None:
         return Cause.THROTTLED, (
             f"The cgroup's processor quota is the bottleneck: it was used up in {e.throttled_share:.0%} of "
             f"the scheduler's periods; {e.waited}. Raise the quota (cpu.max; --cpus in Docker); until then "
-            f"num_workers={e.usable_cores or 1} is enough."
+            f"num_workers={min(e.num_workers, e.usable_cores) or 1} is enough."
         )
     if p is not None and delayed and e.foreign_cores >= _FOREIGN * e.usable_cores:
         # Would these workers keep up if they had had a core whenever they were ready?
@@ -273,9 +283,9 @@ def _writing(e: Evidence) -> _Found | None:
 def _number_of_workers(e: Evidence) -> _Found | None:
     p, cores = e.profiled, e.usable_cores
     busy = e.made_s / (e.num_workers * e.total_s) if e.num_workers else 0.0
-    if e.autotune or e.is_full or (e.made_s and busy < _BUSY):
-        return None
     waits = p is not None and 0 < p.cpu_s < (e.made_s - p.delay_s) / 2
+    if e.autotune or (e.is_full and not waits) or (e.made_s and busy < _BUSY):
+        return None
     most = _MOST_PER_CORE * cores if waits else cores
     if e.num_workers >= most:
         return None
@@ -286,15 +296,20 @@ def _number_of_workers(e: Evidence) -> _Found | None:
     why = (
         "they wait for a disk, a network or a lock most of the time" if waits else f"there are {cores} cores"
     )
+    divided = (
+        ', if the dataset divides itself among workers; shard="auto" does that' if e.is_undivided else ""
+    )
     return Cause.TOO_FEW, (
         f"The workers are the bottleneck: {e.waited}, and there are too few: {e.num_workers} busy worker(s), "
-        f"and {why}; num_workers={needed} would help."
+        f"and {why}; num_workers={needed} would help{divided}."
     )
 
 
 def _work(e: Evidence) -> _Found:
     p = e.profiled
     the = f"The workers are the bottleneck: {e.waited}"
+    if e.autotune and not e.is_settled:
+        return Cause.WORKERS, f"{the}; num_workers='auto' has {e.num_workers} so far ({e.autotune})."
     if e.autotune:
         chosen = f"num_workers='auto' chose {e.num_workers} ({e.autotune})"
         return Cause.WORKERS, f"{the}; {chosen}, so only quicker samples would help."

@@ -149,6 +149,7 @@ class Exchange:
     def welcome(self, worker: Worker) -> None:
         """Ask a worker that was added in this epoch to report when it is ready: see `joining`."""
         self.table.add_worker()
+        self.counters.note_workers(len(self.workers.workers))
         self.joining.add(worker.worker_id)
         worker.send(wire.pack_begin_epoch(self.table.epoch, 0, 0, b""))
 

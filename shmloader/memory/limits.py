@@ -28,6 +28,8 @@ _ADVICE = "Use a smaller batch_size, fewer workers or a smaller prefetch_factor,
 
 _CGROUPS = Path("/sys/fs/cgroup")  # where systemd and containers mount them
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as a number near 2**63
+_PROCESSOR_TIMES = Path("/proc/stat")
+_RANKS = "LOCAL_WORLD_SIZE"  # the environment variable in which torchrun gives the ranks of this machine
 
 
 class Headroom(NamedTuple):
@@ -192,19 +194,30 @@ class Cores(NamedTuple):
     # Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor time per
     # second), or None if there is no quota.
     quota: float | None
+    launcher: int | None = None  # those that this process's parent may run on; None for all of the machine
+
+    @property
+    def ranks(self) -> int:
+        """The ranks that share these cores: all of this machine, unless their launcher gave each its own."""
+        ranks, given = os.environ.get(_RANKS, ""), self.launcher or self.machine
+        return max(1, int(ranks)) if ranks.isdecimal() and self.affinity == given else 1
 
     @property
     def usable(self) -> int:
-        """Whole cores that can be kept busy, at least 1."""
-        return max(1, min(self.affinity, int(self.quota or self.affinity)))
+        """Whole cores that can be kept busy, at least 1; of cores that ranks share, the part of one."""
+        return max(1, min(self.affinity, int(self.quota or self.affinity)) // self.ranks)
 
 
 def cores() -> Cores:
     """Cores of the machine, of this process's affinity, and of its cgroups' quotas."""
     machine = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else machine
+    affinity, launcher = machine, None
+    if hasattr(os, "sched_getaffinity"):
+        affinity = len(os.sched_getaffinity(0))
+        with contextlib.suppress(OSError):  # it has ended
+            launcher = len(os.sched_getaffinity(os.getppid()))
     quotas = [quota for folder in _cgroups("cpu") if (quota := _cpu_quota(folder)) is not None]
-    return Cores(machine, affinity, min(quotas, default=None))
+    return Cores(machine, affinity, min(quotas, default=None), launcher)
 
 
 def _cpu_quota(folder: Path) -> float | None:
@@ -220,8 +233,11 @@ class ProcessorUse(NamedTuple):
     """Processor time used up to a moment; the difference of two tells what a span of time used."""
 
     at_s: float  # the moment, by ``time.monotonic()``
-    own_s: float  # seconds of this process, of children that it has waited for, and of given ones that live
-    busy_s: float  # seconds of everything on the machine, and of time that its host has given to others
+    own_s: float  # seconds of this process, of children and workers that have ended, and of given ones
+    # Seconds of everything on the cores that this process may use, and of time that the machine's host has
+    # given to others. None if it may use only a part of that time (by a quota, or beside other ranks): whose
+    # the rest is cannot be told.
+    busy_s: float | None
     periods: int  # periods of the scheduler in which a cgroup with a quota ran; 0 without a quota
     throttled: int  # those in which its quota was used up
 
@@ -231,31 +247,58 @@ class ProcessorUse(NamedTuple):
         Returns ``own_cores``, ``foreign_cores``, and ``throttled_share`` of the scheduler's periods.
         """
         seconds = max(self.at_s - before.at_s, 1e-9)
-        own_s = max(0.0, self.own_s - before.own_s)
+        own_s, busy_s = max(0.0, self.own_s - before.own_s), 0.0
+        if self.busy_s is not None and before.busy_s is not None:
+            busy_s = self.busy_s - before.busy_s
         return {
             "own_cores": own_s / seconds,
-            "foreign_cores": max(0.0, self.busy_s - before.busy_s - own_s) / seconds,
+            "foreign_cores": max(0.0, busy_s - own_s) / seconds,
             "throttled_share": (self.throttled - before.throttled) / max(1, self.periods - before.periods),
         }
+
+
+_ended_s = 0.0  # seconds of processes that `note_end` was told of
+
+
+def note_end(pid: int) -> None:
+    """Count the processor time of a process that is about to end, and is no child of this one."""
+    global _ended_s  # noqa: PLW0603 - as the system counts that of children, for the whole process
+    _ended_s += _process_s(pid)
+
+
+def _process_s(pid: int | None) -> float:
+    """The processor time so far of a process and of its children that have ended; 0.0 if it is gone."""
+    try:
+        return float(sum(psutil.Process(pid).cpu_times()[:4]))
+    except (psutil.Error, OSError):
+        return 0.0
 
 
 def processor_use(pids: Iterable[int | None] = ()) -> ProcessorUse:
     """The processor time used so far, also by the live processes ``pids``."""
     user_s, system_s, childrens_user_s, childrens_system_s, _ = os.times()
-    own_s = user_s + system_s + childrens_user_s + childrens_system_s
-    busy_s = 0.0
-    for pid in pids:
-        with contextlib.suppress(psutil.Error, OSError):
-            own_s += sum(psutil.Process(pid).cpu_times()[:4])  # the last two are of its children
-    with contextlib.suppress(OSError):
-        every = psutil.cpu_times()
-        names = ("user", "nice", "system", "irq", "softirq", "steal")
-        busy_s = sum(getattr(every, name, 0.0) for name in names)
+    own_s = user_s + system_s + childrens_user_s + childrens_system_s + _ended_s
+    own_s += sum(map(_process_s, pids))
+    found = cores()
+    busy_s = _busy_s() if found.usable == found.affinity else None
     limited = [folder for folder in _cgroups("cpu") if _cpu_quota(folder) is not None]
     stats = [_fields(folder / "cpu.stat") for folder in limited]
     most = max(stats, key=lambda stat: stat.get("nr_throttled", 0), default={})
     periods, throttled = most.get("nr_periods", 0), most.get("nr_throttled", 0)
     return ProcessorUse(time.monotonic(), own_s, busy_s, periods, throttled)
+
+
+def _busy_s() -> float | None:
+    """Seconds for which the cores that this process may use were busy so far; None if unknown."""
+    try:
+        usable, lines = os.sched_getaffinity(0), _PROCESSOR_TIMES.read_text().splitlines()
+    except (OSError, AttributeError):  # it is not Linux
+        return None
+    ticks = 0
+    for name, *times in map(str.split, lines):
+        if name[:3] == "cpu" and name[3:].isdecimal() and int(name[3:]) in usable:
+            ticks += sum(map(int, times[:3] + times[5:8]))  # without idle, iowait, and guests, who are users
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def open_files() -> tuple[int | None, int | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -69,7 +68,8 @@ class Auto:
     def report(self) -> AutotuneReport:
         """The choice and its reasons, for `LoaderStatistics`."""
         why = self._why if self.settled else f"still measuring; {self._why}"
-        return AutotuneReport(self.num_workers, self.prefetch_factor, self.settled, self.batches, why)
+        numbers = self.num_workers, self.prefetch_factor
+        return AutotuneReport(*numbers, self.settled, self.batches, why, self.given[0] is None)
 
     def note(self, measured: tuple[float, float, float] | None) -> None:
         """Note that a batch was returned; may change what is wanted."""
@@ -120,10 +120,7 @@ def auto_for(loader: Any, before: Auto | None) -> Auto:
     workers, prefetch = loader.num_workers, loader.prefetch_factor
     given = [None if isinstance(number, AutoCount) else number for number in (workers, prefetch)]
     if before is None or before.given != given:
-        # Most workers: one for each usable core, of this rank's share if ranks share the machine.
-        found, ranks = cores(), os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-        shared = int(ranks) if ranks.isdecimal() and found.affinity == found.machine else 1
-        before = Auto(max(1, int(workers)), int(prefetch), given, max(1, found.usable // max(1, shared)))
+        before = Auto(max(1, int(workers)), int(prefetch), given, most_workers=cores().usable)
     before.show_in(loader)
     return before
 

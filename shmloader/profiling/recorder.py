@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec
 
 from shmloader.indices.packed_indices import unpack_index_batch
@@ -15,7 +16,7 @@ from shmloader.wire.records import BatchTimes
 _P = ParamSpec("_P")
 
 MOST_BATCHES = 10_000
-"""Entries that are kept: those before them are forgotten."""
+"""Entries that are kept for percentiles and pictures: of those before them there are only `Sums`."""
 
 _MOST_SLOW = 5  # samples that are named
 _NAMED_S = 0.001  # a quicker sample is none of them
@@ -44,6 +45,56 @@ class Made(NamedTuple):
     excess_s: float
 
 
+@dataclass
+class Sums:
+    """Sums over all batches of a profile; those of workers count a batch for each that it stands for."""
+
+    batches: int = 0  # returned
+    steps: int = 0  # of the program: not of a batch at which it leaves an epoch
+    step_s: float = 0.0
+    wait_s: float = 0.0
+    sampler_s: float = 0.0
+    next_s: float = 0.0
+    held: int = 0  # the most batches that the program held
+    made: Counter[int] = field(default_factory=Counter)  # batches of each worker; from here on: of workers
+    fetch_s: float = 0.0
+    collate_s: float = 0.0
+    write_s: float = 0.0
+    idle_s: float = 0.0
+    cpu_s: float = 0.0
+    delay_s: float = 0.0
+    copied_nbytes: int = 0
+    header_nbytes: int = 0
+    excess_s: float = 0.0  # of outliers
+
+    def add_step(self, step_s: float, *, has_batch: bool) -> None:
+        """Add what the program has done between two calls; ``has_batch`` if the first gave one."""
+        self.step_s += step_s
+        self.steps += has_batch
+
+    def add_returned(self, one: Returned) -> None:
+        """Add all but the program's steps, which `add_step` has added."""
+        self.batches += one.batches
+        self.wait_s += one.wait_s
+        self.sampler_s += one.sampler_s
+        self.next_s += one.next_s
+        self.held = max(self.held, one.held)
+
+    def add_made(self, one: Made) -> None:
+        """Add the times of a worker."""
+        times, batches = one.times, one.times.batches
+        self.made[one.worker_id] += batches
+        self.fetch_s += times.fetch_s * batches
+        self.collate_s += times.collate_s * batches
+        self.write_s += times.write_s * batches
+        self.idle_s += times.wait_s * batches
+        self.cpu_s += times.cpu_s * batches
+        self.delay_s += times.delay_s * batches
+        self.copied_nbytes += times.copied_nbytes * batches
+        self.header_nbytes += times.header_nbytes * batches
+        self.excess_s += one.excess_s
+
+
 class BatchRecorder:
     """Records one loader; see `shmloader.statistics.Recorder`.
 
@@ -54,28 +105,29 @@ class BatchRecorder:
 
     Attributes:
         returned, made: The last 10,000 entries.
+        sums: Sums over all.
         slowest: Seconds of the slowest samples, by name.
-        num_workers: Workers of the epoch that was begun last.
     """
 
     def __init__(self, every_s: float = 1.0, tell: Callable[[], object] | None = None) -> None:
         self.returned: deque[Returned] = deque(maxlen=MOST_BATCHES)
         self.made: deque[Made] = deque(maxlen=MOST_BATCHES)
+        self.sums = Sums()
         self.slowest: dict[str, float] = {}
-        self.num_workers = 0
         self._every_ns, self._tell = int(every_s * 1e9), tell
         self._told_ns = time.perf_counter_ns()
         self._is_due = False
+        self._has_begun = False  # an epoch that it measures
+        self._has_batch = False  # the program, since its last call of `next()`
         self._ended_ns = 0
         self._sampler = _Timed(iter(()))
         self._last = 0, 0  # what `end_next` was told
         self._begin(0, 0)
 
-    def begin_epoch(self, num_workers: int) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch: what the program did since the last one is no step."""
-        self.num_workers = num_workers
         self.note_returned()
-        self._ended_ns = 0
+        self._has_begun, self._has_batch, self._ended_ns = True, False, 0
 
     def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
         """An iterator over the same index batches that is timed."""
@@ -90,7 +142,10 @@ class BatchRecorder:
         if not self._ended_ns:
             self._begin(now_ns, waited_ns)  # what iter() has drawn does not count
         else:
-            self._step_ns += now_ns - self._ended_ns - (waited_ns - self._last[0])
+            step_ns = now_ns - self._ended_ns - (waited_ns - self._last[0])
+            self._step_ns += step_ns
+            self.sums.add_step(step_ns / 1e9, has_batch=self._has_batch)
+            self._has_batch = False
         self._ended_ns, self._last = now_ns, (waited_ns, self._last[1])  # it may ask again, if none is here
 
     def _begin(self, now_ns: int, waited_ns: int) -> None:
@@ -102,6 +157,7 @@ class BatchRecorder:
         """Note that it gets one."""
         self._ended_ns = now_ns = time.perf_counter_ns()
         self._batches += 1
+        self._has_batch = True
         self._last = waited_ns, held
         if now_ns - self._began_ns < _JOINED_NS:
             return
@@ -135,11 +191,15 @@ class BatchRecorder:
         wait_ns = waited_ns - self._waited_ns
         next_ns = max(0, self._ended_ns - self._began_ns - step_ns - wait_ns - sampler_ns)
         times = (step_ns / 1e9, wait_ns / 1e9, sampler_ns / 1e9, next_ns / 1e9)
-        self.returned.append(Returned(self._began_ns, *times, held, self._batches))
+        entry = Returned(self._began_ns, *times, held, self._batches)
+        self.returned.append(entry)
+        self.sums.add_returned(entry)
         self._begin(self._ended_ns, waited_ns)
 
     def note_times(self, worker_id: int, times: BatchTimes, payload: bytes) -> None:
-        """Take a worker's times of a batch."""
+        """Take a worker's times of a batch, if that is of an epoch that began in this profile."""
+        if not self._has_begun:
+            return
         slow_s, excess_s = times.slowest_s or times.fetch_s, 0.0
         if slow_s >= _NAMED_S and (
             len(self.slowest) < _MOST_SLOW
@@ -152,11 +212,15 @@ class BatchRecorder:
             if times.slowest_count and others:
                 usual_s = max(times.fetch_s - slow_s, 0.0) / others * times.slowest_count
                 excess_s = slow_s - usual_s if slow_s > _OUTLIER * usual_s else 0.0
-        self.made.append(Made(worker_id, times, excess_s))
+        entry = Made(worker_id, times, excess_s)
+        self.made.append(entry)
+        self.sums.add_made(entry)
 
     def _name(self, slow_s: float, indices: list[Any], times: BatchTimes) -> None:
         """Keep the sample, or the samples that were fetched together, if they are among the slowest."""
         slow = indices[times.slowest_begin :][: times.slowest_count or None]
+        if slow[0] is None or slow[0] is True:  # of a stream, whose samples have no indices
+            return
         name = f"dataset[{shown(slow[0])}]" if len(slow) == 1 else f"one of the samples {shown(slow)}"
         self.slowest[name] = max(slow_s, self.slowest.get(name, 0.0))
         if len(self.slowest) > _MOST_SLOW:

@@ -26,12 +26,12 @@ class Replay:
         return self
 
     def __next__(self) -> Any:
+        if self._iterator is not None and self._left:
+            self._batch, self._iterator = next(self._iterator), None
+            self._recorder.begin_epoch()  # making that batch does not count
+        self._recorder.begin_next(0)  # at the end too: the last step counts
         if not self._left:
             raise StopIteration
-        if self._iterator is not None:
-            self._batch, self._iterator = next(self._iterator), None
-            self._recorder.begin_epoch(0)  # making that batch does not count
-        self._recorder.begin_next(0)
         self._left -= 1
         batch = copy.copy(self._batch) if type(self._batch) in (list, dict) else self._batch
         self._recorder.end_next(0, 0)

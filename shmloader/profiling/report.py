@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.profiling.recorder import BatchRecorder, Made, Returned
+from shmloader.profiling.recorder import BatchRecorder, Made, Returned, Sums
 from shmloader.verdict import Evidence, Profiled, Verdict, judge, time_of
 
 MAIN = {"wait": "waiting for a batch", "sampler": "sampler", "next": "next() itself", "step": "your program"}
@@ -22,6 +22,9 @@ WORKERS = {"fetch": "fetch", "collate": "collate", "write": "write", "idle": "wa
 """Parts of the time of the main process and of the workers, with their names in the table."""
 
 _TIMES = ("p50", "p95", "p99", "most")
+_SUMMED = "steps step_s sampler_s next_s fetch_s collate_s write_s cpu_s delay_s excess_s".split()
+"""Figures of the same name in `Sums` and `Profiled`."""
+
 _Times = np.ndarray[Any, np.dtype[np.float64]]
 _MOST_DRAWN = 300  # batches in a picture: more would be thinner than a pixel
 _LEAST_OF_WORKER = 5  # batches, for a worker to be compared with the others
@@ -39,12 +42,12 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """The figures of a loader's profile, of its last 10,000 batches.
+    """The figures of a loader's profile; percentiles, medians and entries are of its last 10,000 entries.
 
     Attributes:
         batches: Batches returned.
         total_s: Seconds from batch to batch, without the time between epochs.
-        num_workers: Workers.
+        num_workers: Workers there are, or were last.
         main: Spreads of ``wait``, ``sampler``, ``next`` and ``step`` (the program's own work).
         workers: Spreads of ``fetch``, ``collate``, ``write`` and ``idle`` (waiting for a task and its slot).
         by_worker: By worker: batches, and the median seconds that it took for one.
@@ -70,7 +73,7 @@ class ProfileReport:
     def of(cls, recorder: BatchRecorder, evidence: Evidence) -> ProfileReport:
         """The report on what was recorded; ``evidence`` has what the loader's statistics know."""
         recorder.note_returned()
-        returned, made = tuple(recorder.returned), tuple(recorder.made)
+        sums, returned, made = recorder.sums, tuple(recorder.returned), tuple(recorder.made)
         batches = [one.batches for one in returned]
         of_each = [one.times.batches for one in made]
         fields = {name: "wait_s" if name == "idle" else f"{name}_s" for name in (*MAIN, *WORKERS)}
@@ -78,28 +81,28 @@ class ProfileReport:
         parts = {name: np.array([getattr(one.times, fields[name]) for one in made]) for name in WORKERS}
         main = {name: np.repeat(times, batches) for name, times in main.items()}
         parts = {name: np.repeat(times, of_each) for name, times in parts.items()}
-        sums = {name: float(times.sum()) for name, times in {**main, **parts}.items()}
-        total_s = sum(sums[name] for name in MAIN)
+        total_s = sum(getattr(sums, f"{name}_s") for name in MAIN)
         slowest = dict(sorted(recorder.slowest.items(), key=lambda pair: -pair[1]))
-        by_worker = _by_worker(made)
+        by_worker = _by_worker(made, sums)
+        profiled = _profiled(sums, by_worker, slowest)
         found = replace(
             evidence,
-            batches=sum(batches),
+            batches=sums.batches,
             total_s=total_s,
-            wait_s=sums["wait"],
-            made_s=sums["fetch"] + sums["collate"] + sums["write"],
-            held=max((one.held for one in returned), default=0),
-            profiled=_profiled(sums, made, by_worker, slowest),
+            wait_s=sums.wait_s,
+            made_s=sums.fetch_s + sums.collate_s + sums.write_s,
+            held=sums.held,
+            profiled=profiled,
         )
         return cls(
-            batches=sum(batches),
+            batches=sums.batches,
             total_s=total_s,
-            num_workers=recorder.num_workers,
-            main=_spreads(main),
-            workers=_spreads(parts),
+            num_workers=evidence.num_workers,
+            main=_spreads(main, sums),
+            workers=_spreads(parts, sums),
             by_worker=by_worker,
             slowest=slowest,
-            bound_batches_per_s=sum(batches) / sums["step"] if sums["step"] else 0.0,
+            bound_batches_per_s=profiled.bound_batches_per_s,
             verdict=judge(found),
             returned=returned,
             made=made,
@@ -219,29 +222,25 @@ def wrapped(line: str, width: int | None) -> str:
     return "\n".join(textwrap.wrap(line, width, subsequent_indent="  "))
 
 
-def _spreads(times: dict[str, _Times]) -> dict[str, Spread]:
-    total_s = float(sum(each.sum() for each in times.values())) or 1.0
+def _spreads(times: dict[str, _Times], sums: Sums) -> dict[str, Spread]:
+    spent_s: dict[str, float] = {name: getattr(sums, f"{name}_s") for name in times}
+    total_s = sum(spent_s.values()) or 1.0
     spreads = {}
     for name, each in times.items():
         p50, p95, p99, most = np.percentile(each if len(each) else [0.0], [50, 95, 99, 100]).tolist()
-        spreads[name] = Spread(float(each.sum()) / total_s, p50, p95, p99, most)
+        spreads[name] = Spread(spent_s[name] / total_s, p50, p95, p99, most)
     return spreads
 
 
-def _by_worker(made: tuple[Made, ...]) -> dict[int, tuple[int, float]]:
+def _by_worker(made: tuple[Made, ...], sums: Sums) -> dict[int, tuple[int, float]]:
     spent: dict[int, list[float]] = {}
     for worker_id, times, _ in made:
         each_s = times.fetch_s + times.collate_s + times.write_s
         spent.setdefault(worker_id, []).extend([each_s] * times.batches)
-    return {number: (len(spent[number]), median(spent[number])) for number in sorted(spent)}
+    return {number: (sums.made[number], median(spent[number])) for number in sorted(spent)}
 
 
-def _profiled(
-    sums: dict[str, float],
-    made: tuple[Made, ...],
-    by_worker: dict[int, tuple[int, float]],
-    slowest: dict[str, float],
-) -> Profiled:
+def _profiled(sums: Sums, by_worker: dict[int, tuple[int, float]], slowest: dict[str, float]) -> Profiled:
     slow_worker = None
     known = {number: usual_s for number, (count, usual_s) in by_worker.items() if count >= _LEAST_OF_WORKER}
     if len(known) > 1:
@@ -249,14 +248,11 @@ def _profiled(
         others = median([usual_s for number, usual_s in known.items() if number != slow])
         slow_worker = slow, known[slow] / max(others, 1e-9)
     name, slow_s = next(iter(slowest.items()), ("", 0.0))
-    parts = {f"{part}_s": sums[part] for part in ("step", "sampler", "next", "fetch", "collate", "write")}
+    made = max(1, sums.made.total())
     return Profiled(
-        **parts,
-        cpu_s=sum(one.times.cpu_s * one.times.batches for one in made),
-        delay_s=sum(one.times.delay_s * one.times.batches for one in made),
-        copied_nbytes=sum(one.times.copied_nbytes for one in made) / max(1, len(made)),
-        header_nbytes=sum(one.times.header_nbytes for one in made) / max(1, len(made)),
+        **{each: getattr(sums, each) for each in _SUMMED},
+        copied_nbytes=sums.copied_nbytes / made,
+        header_nbytes=sums.header_nbytes / made,
         slow_worker=slow_worker,
         slow_sample=f"{name} took {time_of(slow_s)}" if name else "",
-        excess_s=sum(one.excess_s for one in made),
     )

@@ -16,7 +16,7 @@ from shmloader.errors import LoaderClosed, WorkerDied
 from shmloader.failures.stacks import StackFile, answers
 from shmloader.interrupts import HeldInterrupts
 from shmloader.memory import Descriptor
-from shmloader.memory.limits import oom_kills
+from shmloader.memory.limits import note_end, oom_kills
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
 from shmloader.workers.base import BaseWorkers, MakeArguments, live
@@ -248,6 +248,7 @@ class ProcessWorkers(BaseWorkers):
         """
         with HeldInterrupts() as interrupts:
             old = self.workers[worker_id]
+            self._note_ends([old])
             if has_left:
                 _wait_for([old], _STOP_S, interrupts)
             if self._readiness is not None:  # before its descriptors' numbers are used again
@@ -356,6 +357,7 @@ class ProcessWorkers(BaseWorkers):
             self.workers = []
             self._poller = None
             live.discard(self)
+            self._note_ends(workers)
             forked = self._method == "fork"  # such a worker comes to its first line at once
             if self._readiness is not None:
                 self._readiness.follow([])
@@ -371,6 +373,12 @@ class ProcessWorkers(BaseWorkers):
             self._stacks.close()
             self._wake.close()
             self.closed = True
+
+    def _note_ends(self, workers: list[ProcessWorker]) -> None:
+        """Count the processor time of workers that a fork server has started: they are its children."""
+        for worker in workers if self._method == "forkserver" else ():
+            if not worker.is_dead():
+                note_end(worker.pid)
 
     def _end(self, workers: list[ProcessWorker]) -> None:
         """End those processes that have not ended by themselves, and release all."""

@@ -37,6 +37,7 @@ def test_more_workers_are_advised_where_there_are_cores_for_them() -> None:
         ({"num_workers": 8, "usable_cores": 2, "own_cores": 1.9, "made_s": 300.0}, Cause.TOO_MANY),
         ({"num_workers": 8, "usable_cores": 2, "own_cores": 0.5, "made_s": 300.0}, Cause.WORKERS),
         ({"own_cores": 7.9}, Cause.WORKERS),
+        ({"own_cores": 2.0, "foreign_cores": 5.9}, Cause.WORKERS),
         ({"usable_cores": 2}, Cause.WORKERS),
         ({"autotune": "with 2 workers each takes longer for a batch"}, Cause.WORKERS),
         ({"held": 66, "slots": 70}, Cause.HELD),
@@ -83,6 +84,54 @@ def test_other_programs_are_blamed_only_if_the_workers_would_keep_up_without_the
 ) -> None:
     profiled = replace(NOTHING, cpu_s=alone_s, delay_s=78.0 - alone_s)
     assert cause(usable_cores=2, foreign_cores=1.5, profiled=profiled) is expected
+
+
+def test_workers_that_wait_for_a_disk_need_no_cores() -> None:
+    waiting = replace(NOTHING, cpu_s=5.0)
+    assert cause(foreign_cores=5.9, profiled=waiting) is Cause.TOO_FEW
+    assert cause(foreign_cores=5.9, profiled=NOTHING) is Cause.FETCH
+
+
+def test_auto_that_still_measures_is_asked_for_no_other_number() -> None:
+    measuring = judge(replace(WAITS, autotune="still measuring; 12 batches", is_settled=False))
+    assert measuring.cause is Cause.WORKERS
+    assert measuring.text.endswith("num_workers='auto' has 2 so far (still measuring; 12 batches).")
+
+
+def test_more_workers_for_a_stream_have_to_divide_it() -> None:
+    few = judge(replace(WAITS, is_undivided=True)).text
+    assert few.endswith(
+        'num_workers=3 would help, if the dataset divides itself among workers; shard="auto" does that.'
+    )
+    none = Evidence(batches=500, total_s=40.0, in_process_s=30.0)
+    assert judge(none).text.endswith("num_workers=1 or more would save that.")
+    assert judge(replace(none, is_undivided=True)).text.endswith("num_workers=1 would save that.")
+    assert "num_workers=2 is enough" in judge(replace(WAITS, throttled_share=0.5)).text
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        (AutotuneReport(2, 2, True, 40, "measured", chooses_workers=False), Cause.TOO_FEW),
+        (AutotuneReport(2, 2, False, 40, "still measuring", chooses_workers=False), Cause.TOO_FEW),
+        (AutotuneReport(2, 2, True, 40, "measured"), Cause.WORKERS),
+        (AutotuneReport(2, 2, False, 40, "still measuring"), Cause.WORKERS),
+    ],
+)
+def test_auto_is_named_only_where_it_chooses_the_number_of_workers(
+    report: AutotuneReport, expected: Cause
+) -> None:
+    figures = LoaderStatistics(
+        batches=500,
+        iterating_s=40.0,
+        wait_for_workers_s=30.0,
+        workers_made_s=78.0,
+        num_workers=2,
+        usable_cores=8,
+        autotune=report,
+    )
+    assert judge(figures.evidence()).cause is expected
+    assert ("'auto'" in figures.verdict) == (expected is Cause.WORKERS)
 
 
 def test_statistics_pass_on_what_they_know() -> None:

@@ -146,6 +146,25 @@ def test_short_epochs_settle_together_and_later_ones_begin_with_what_was_chosen(
     loader.close()
 
 
+def test_a_worker_that_is_added_is_counted_and_measured(three_cores: None) -> None:
+    with DataLoader(Draws(100, 0.012), num_workers="auto") as loader:
+        with loader.profile() as profile:
+            list(loader)
+        figures, report = loader.statistics(), profile.report()
+    assert (figures.num_workers, report.num_workers) == (3, 3)
+    assert sum(count for count, _ in report.by_worker.values()) == 100
+
+
+def test_only_the_choice_of_workers_is_said_to_be_one() -> None:
+    for given, chooses in (
+        ({"num_workers": "auto"}, True),
+        ({"num_workers": 1, "prefetch_factor": "auto"}, False),
+    ):
+        with DataLoader(Numbered(1), **given) as loader:
+            list(loader)
+            assert loader.statistics().autotune.chooses_workers is chooses
+
+
 def test_epochs_too_short_to_measure_settle_too() -> None:
     """200 epochs of one batch each settle."""
     with DataLoader(

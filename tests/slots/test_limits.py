@@ -62,6 +62,61 @@ def test_usable_cores_are_whole_and_at_least_one(quota: float | None, usable: in
     assert limits.Cores(machine=16, affinity=8, quota=quota).usable == usable
 
 
+@pytest.mark.parametrize(
+    ("own", "launchers", "quota", "usable"),
+    [
+        (128, 128, None, 32),  # the whole machine
+        (32, 32, None, 8),  # a job's part of it, or a container's
+        (32, 128, None, 32),  # the launcher has bound each rank
+        (128, 128, 32.0, 8),
+        (2, 2, None, 1),
+    ],
+)
+def test_ranks_share_the_cores_that_their_launcher_has_given_them_all(
+    own: int, launchers: int, quota: float | None, usable: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = {0: own, os.getppid(): launchers}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(counts[pid])))
+    monkeypatch.setattr(limits, "_cpu_quota", lambda folder: quota)
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [Path("/")])
+    assert limits.cores().usable == usable
+
+
+PROCESSOR_TIMES = """cpu  9000 900 900 9000 900 90 90 90 0 0
+cpu0 100 10 10 5000 500 1 1 1 0 0
+cpu1 200 20 20 5000 500 2 2 2 50 5
+cpu10 400 40 40 5000 500 4 4 4 0 0
+intr 1 2 3
+"""
+
+
+def test_busy_time_is_that_of_the_cores_that_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stat").write_text(PROCESSOR_TIMES)
+    monkeypatch.setattr(limits, "_PROCESSOR_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 10})
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [])
+    use = limits.processor_use()
+    assert use.busy_s == pytest.approx(3 * (200 + 20 + 20 + 6) / os.sysconf("SC_CLK_TCK"))
+
+
+@pytest.mark.parametrize("shared", ["by a quota", "by ranks", "not"])
+def test_what_others_use_is_unknown_where_this_process_has_a_part_of_its_cores_time(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = limits.Cores(8, 8, 2.0 if shared == "by a quota" else None, 8)
+    monkeypatch.setattr(limits, "cores", lambda: cores)
+    if shared == "by ranks":
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    before = limits.processor_use()
+    assert (before.busy_s is None) == (shared != "not")
+    later = before._replace(at_s=before.at_s + 2.0, busy_s=before.busy_s and before.busy_s + 6.0)
+    assert later.shares_since(before)["foreign_cores"] == (3.0 if shared == "not" else 0.0)
+
+
 def _ask(setup: str, expression: str) -> object:
     """Evaluate an expression in a new process, after a shell command."""
     script = f"import json; from shmloader.memory import limits; print(json.dumps({expression}))"

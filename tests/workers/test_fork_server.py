@@ -160,3 +160,31 @@ def test_ctrl_c_while_the_server_imports_leaves_nothing(after_s: float) -> None:
     outcome = press_ctrl_c("forkserver", "starting", after_s)
     assert outcome.text.strip().endswith("KeyboardInterrupt"), outcome.text
     assert not outcome.left
+
+
+WORKS = """
+    import time
+    import torch
+    WORK_S = 0.3
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 4
+        def __getitem__(self, index):
+            end_s = time.process_time() + WORK_S
+            while time.process_time() < end_s:
+                pass
+            return index
+    """
+ADDS_UP = """
+    from works import Data
+    if __name__ == "__main__":
+        from shmloader.memory.limits import processor_use
+        before_s = processor_use().own_s
+        load(Data())
+        load(Data())
+        print(processor_use().own_s - before_s >= 2.0)
+    """
+
+
+def test_the_processor_time_of_workers_that_have_ended_is_the_programs_own(tmp_path: Path) -> None:
+    """They are no children of the program, but of the server."""
+    assert _run(tmp_path, ADDS_UP, works=WORKS) == ["True"]
