@@ -37,7 +37,7 @@ class Detection(Dataset[dict[str, torch.Tensor]]):
         return {
             "image": image,
             "boxes": torch.tensor([one["bbox"] for one in objects], dtype=torch.float32).reshape(-1, 4),
-            "labels": torch.tensor([one["category_id"] for one in objects]),
+            "labels": torch.tensor([one["category_id"] for one in objects], dtype=torch.int64),
         }
 
 
@@ -82,6 +82,7 @@ def main() -> None:
         for batch in loader:
             boxes += len(batch["boxes"])
             assert len(batch["images"]) > batch["image_of_box"].max()
+            assert batch["labels"].dtype == torch.int64  # also where an image has no objects
         print(f"{boxes} boxes in {len(loader)} batches")
         print(loader.statistics())
 

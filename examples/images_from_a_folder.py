@@ -29,7 +29,7 @@ class ImageFolder(Dataset[tuple[torch.Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path = self.paths[index]
-        image = torch.from_numpy(np.array(Image.open(path)))
+        image = torch.from_numpy(np.array(Image.open(path).convert("RGB")))  # also of grey ones
         top, left = torch.randint(0, 9, (2,)).tolist()  # a random crop: workers draw as torch's do
         crop = image[top : top + SIDE - 8, left : left + SIDE - 8]
         return crop.permute(2, 0, 1).float() / 255, self.classes.index(path.parent.name)

@@ -10,12 +10,14 @@ import argparse
 import ast
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 import shmloader
 
+EPOCHS = 2
 LONGEST = 512
 
 
@@ -46,8 +48,16 @@ def pad(samples: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
 
 
+def save(path: Path, epoch: int, **parts: Any) -> None:
+    """Replace the checkpoint: killed in here, the program still has the last one."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    new = path.with_suffix(".new")
+    torch.save(states | {"epoch": epoch}, new)
+    new.replace(path)
+
+
 def main() -> None:
-    """Train for an epoch, or until the program is to stop."""
+    """Train for two epochs, or until the program is to stop."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, default=Path("lm.pt"))
     parser.add_argument("--stop-after", type=int, help="batches")
@@ -60,25 +70,30 @@ def main() -> None:
     loader = shmloader.DataLoader(dataset, batch_sampler=sampler, num_workers=2, collate_fn=pad)
     model = torch.nn.Sequential(torch.nn.Embedding(256, 32), torch.nn.Linear(32, 256))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    first_epoch = trained = 0
     if arguments.checkpoint.exists():
         checkpoint = torch.load(arguments.checkpoint, weights_only=True)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        loader.load_state_dict(checkpoint["loader"])
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        first_epoch = checkpoint["epoch"]
         print("resumed")
 
     with loader:
-        for number, tokens in enumerate(loader, 1):
-            answers = model(tokens[:, :-1]).transpose(1, 2)
-            loss = torch.nn.functional.cross_entropy(answers, tokens[:, 1:], ignore_index=0)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(f"batch {tuple(tokens.shape)}, loss {loss.item():.4f}")
-            if number == arguments.stop_after:
-                break
-        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(checkpoint | {"loader": loader.state_dict()}, arguments.checkpoint)
+        for epoch in range(first_epoch, EPOCHS):
+            loader.set_epoch(epoch)  # each has another order
+            for tokens in loader:
+                answers = model(tokens[:, :-1]).transpose(1, 2)
+                loss = torch.nn.functional.cross_entropy(answers, tokens[:, 1:], ignore_index=0)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                print(f"epoch {epoch}: batch {tuple(tokens.shape)}, loss {loss.item():.4f}")
+                trained += 1
+                if trained == arguments.stop_after:
+                    save(arguments.checkpoint, epoch, **parts)
+                    return
+            save(arguments.checkpoint, epoch + 1, **parts)
 
 
 if __name__ == "__main__":

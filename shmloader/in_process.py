@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 import weakref
 from typing import Any
@@ -17,12 +16,11 @@ from shmloader.indices.array_samplers import index_arrays, index_runs
 from shmloader.indices.packed_indices import Run, pack_index_batch
 from shmloader.indices.samplers import epoch_of, generator_states, states_if_drawn
 from shmloader.interrupts import cannot_go_on
-from shmloader.memory.segment import OwnDescriptor
 from shmloader.resume.passes import Pass
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
-from shmloader.without_waiting import WithoutWaiting
+from shmloader.without_waiting import AlwaysHere
 from shmloader.worker.dataset_setup import DatasetSetup, info_without_workers
 from shmloader.worker.fetcher import FetchRules
 from shmloader.worker.map_fetchers import before_each_sample, make_fetcher
@@ -30,10 +28,9 @@ from shmloader.worker.probe import BatchProbe
 from shmloader.worker.random_state import Generators, SampleSeeds, worker_seeds
 
 
-class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
+class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
     """Iterates over a loader with ``num_workers=0``; like torch's it refuses a timeout (`AssertionError`)."""
 
-    _ready: OwnDescriptor | None = None  # of `fileno`, once that was called
     _closed_because = ""
 
     def __init__(self, loader: DataLoader[Any], one_pass: Pass, counters: Counters) -> None:
@@ -62,7 +59,6 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._recorder = recorder = counters.recorder
         self._probe = None if recorder is None else BatchProbe()
-        rules = rules._replace(probe=self._probe)
         if recorder is not None:
             recorder.begin_epoch()
         self._seeds: SampleSeeds | None = None
@@ -75,6 +71,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         self._end_setup = weakref.finalize(self, self._setup.end)  # also of a pass that is left
         self._setup.begin(info_without_workers(self._dataset))
         self._dataset_fetcher = make_fetcher(dataset, rules)
+        self._dataset_fetcher.measure(self._probe)
         sampler = self._index_sampler
         sampler_iter = index_runs(sampler) or index_arrays(sampler) or self._sampler_iter
         self._sampler_iter, self._progress = one_pass.begin(sampler_iter, drawn, seeds)
@@ -111,13 +108,6 @@ class InProcessIterator(torch_private.SingleProcessIterator, WithoutWaiting):
         batch = self._next_data()
         self._num_yielded += 1
         return batch
-
-    def fileno(self) -> int:
-        """A descriptor that is always readable, as long as the iterator lives: see `try_next`."""
-        ready = self._ready
-        if ready is None:  # another thread may make one, too
-            ready = vars(self).setdefault("_ready", OwnDescriptor(os.eventfd(1)))
-        return ready.fd
 
     def _next_index(self) -> Any:
         progress = self._progress

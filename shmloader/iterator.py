@@ -144,11 +144,11 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         scheduler, num_workers = self._scheduler, len(self._all_workers.workers)
         is_undivided = one_pass.settings.is_undivided
         self._counters.begin_epoch(num_workers, starts=not further, is_undivided=is_undivided)
-        before, self._recorder = self._recorder, self._counters.recorder
+        self._recorder = self._counters.recorder
+        self._exchange.measure(self._recorder is not None)
         if self._recorder is not None:
             self._recorder.begin_epoch()
-        discard = bool(self._calls) or before is not self._recorder  # workers have to be told
-        early = scheduler.take_early(discard=discard) if further else None
+        early = scheduler.take_early(discard=bool(self._calls)) if further else None
         batches = self._begin_order(one_pass, early, further=further)
         if early is not None:
             scheduler.go_on(batches)
@@ -158,7 +158,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
                 self._delivery.drop()
             if self._calls:
                 self._all_workers.renew_datasets()
-            settings = EpochSettings(self._calls, self._recorder is not None)
+            settings = EpochSettings(self._calls)
             pickled = pickle.dumps(settings, 5)
             self._calls = []  # only now: if the sampler raised before, the next attempt has to send them
             self._calls_back.clear()

@@ -37,6 +37,7 @@ from shmloader.torch_private import (
     why_missing,
     worker_pids,
 )
+from shmloader.without_waiting import WithoutWaiting
 from shmloader.worker.dataset_setup import setup_methods_of
 from shmloader.worker.epoch_settings import EpochCall, datasets_in, has_set_epoch, owners_in
 from shmloader.worker.random_state import global_states
@@ -102,7 +103,7 @@ class Loading:
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:
         """The batches of an iterator for ``async for``; `NotImplementedError` for one that is not ours."""
-        if isinstance(iterator, (SlotIterator, InProcessIterator)):
+        if isinstance(iterator, WithoutWaiting):
             return aiter(iterator)
         loader = self.loader()
         why = _why_as_torch(loader.dataset, loader.num_workers) or f"{type(loader).__qualname__} has its own."

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 from shmloader.errors import LoaderError, NotReady
+from shmloader.memory.segment import OwnDescriptor
 from shmloader.statistics import Counters
 from shmloader.torch_private import never_compiled
 
@@ -66,6 +68,19 @@ class WithoutWaiting:
     def __aiter__(self) -> AsyncIterator[Any]:
         """The further batches for ``async for``; see `DataLoader.__aiter__`."""
         return AsyncBatches(self, float(self._timeout), self._counters.note_wait)
+
+
+class AlwaysHere(WithoutWaiting):
+    """`WithoutWaiting` of an iterator that makes each batch in the call."""
+
+    _ready: OwnDescriptor | None = None  # of `fileno`, once that was called
+
+    def fileno(self) -> int:
+        """A descriptor that is always readable, as long as the iterator lives: see `try_next`."""
+        ready = self._ready
+        if ready is None:  # another thread may make one, too
+            ready = vars(self).setdefault("_ready", OwnDescriptor(os.eventfd(1)))
+        return ready.fd
 
 
 _waited_for: set[int] = set()

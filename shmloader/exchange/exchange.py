@@ -61,6 +61,7 @@ class Exchange:
         # By worker that was asked to hand over: what has come of its state. Empty while none is replaced so.
         self.handed_over: dict[int, bytearray] = {}
         self._wait_ns = 0  # how long the last wait took
+        self._measures = False  # whether workers were told to measure
         self._nothing_since_s: float | None = None  # `receive` without waiting has found nothing since then
 
     # --- out
@@ -130,6 +131,17 @@ class Exchange:
         self.ended_streams.clear()
         table.trim()
 
+    def measure(self, is_on: bool) -> None:
+        """Have workers measure the batches of later tasks, or no longer."""
+        if is_on != self._measures:
+            self._measures = is_on
+            for worker in self.workers.workers:
+                worker.send(wire.pack_measure(is_on))
+
+    def _tell_to_measure(self, fresh: Worker) -> None:
+        if self._measures:
+            fresh.send(wire.pack_measure(True))
+
     def await_renewed(self) -> None:
         """Wait until no worker is handing over; raises what `receive` does."""
         while self.handed_over:
@@ -151,6 +163,7 @@ class Exchange:
         self.table.add_worker()
         self.counters.note_workers(len(self.workers.workers))
         self.joining.add(worker.worker_id)
+        self._tell_to_measure(worker)
         worker.send(wire.pack_begin_epoch(self.table.epoch, 0, 0, b""))
 
     # --- in
@@ -305,6 +318,7 @@ class Exchange:
         """Send a new worker the tasks of the one in whose place it is."""
         self.joining.discard(fresh.worker_id)
         self.handed_over.pop(fresh.worker_id, None)
+        self._tell_to_measure(fresh)
         # The same tasks, in the same order and the same slots.
         others = [place for place in self._unsent if place.worker_id != fresh.worker_id]
         self._unsent = deque([*others, *self.table.hand_over(fresh.worker_id)])

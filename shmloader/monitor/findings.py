@@ -12,7 +12,6 @@ LEAST_NBYTES = 32_000_000
 """Bytes about which something is said: of private memory, of an owner, of unexplained growth in a minute."""
 
 _MOST_OF_OWNER = 2  # times the bytes of what is called the cause: its pages hold more, and batches take some
-_ORIGINAL = -1  # in place of a loader, in a finding about what the process still holds
 _LEAST_S = 50.0  # of growth that nothing explains
 _LEAST_RATE = 1_000_000  # bytes per minute; less is not called growth
 
@@ -37,7 +36,7 @@ def megabytes(nbytes: float) -> str:
 class Finding:
     """One thing that is seen."""
 
-    about: tuple[int, int]  # process, and the ``id`` of the loader in it, or another number
+    about: tuple[int, str]  # process, and an expression in it; a program may make a loader for each epoch
     nbytes: int  # that it is about
     text: str  # the sentence
 
@@ -57,7 +56,7 @@ def find(
         if finding is not None:
             yield finding
         if report.original_nbytes >= LEAST_NBYTES:
-            yield Finding((report.pid, _ORIGINAL), report.original_nbytes, _held(report))
+            yield Finding((report.pid, f"del {report.original}"), report.original_nbytes, _held(report))
     why = "no loader of the program has reported it as its worker, so the cause cannot be told"
     if not looks_inside:
         why = "the cause cannot be told from outside, but if the program is started by this command"
@@ -65,7 +64,7 @@ def find(
         grows_itself = growth.resident_nbytes_per_min >= LEAST_NBYTES  # not only as its children end
         if pid not in workers and grows_itself and _is_lasting(growth):
             grows = f"grows by {megabytes(growth.nbytes_per_min)}/min"
-            yield Finding((pid, 0), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}")
+            yield Finding((pid, ""), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}")
 
 
 def _is_lasting(growth: Growth) -> bool:
@@ -88,7 +87,7 @@ def _forked(report: Report, workers: Sequence[Growth], most: int, rate: float) -
         said += f" ({megabytes(most)} so far). The cause cannot be told: {report.error or holds}"
     else:
         return None
-    return Finding((report.pid, report.loader), most, said)
+    return Finding((report.pid, report.owner), most, said)
 
 
 def _rebuilt(report: Report, most: int, rate: float) -> Finding | None:
@@ -98,7 +97,7 @@ def _rebuilt(report: Report, most: int, rate: float) -> Finding | None:
     done = f" ({megabytes(most)} private so far)" if most else ""
     grows = f", growing by {megabytes(rate)}/min" if rate >= _LEAST_RATE else ""
     return Finding(
-        (report.pid, report.loader),
+        (report.pid, report.owner),
         most,
         f"each worker of {report.dataset} is sent, and rebuilds, the {megabytes(report.nbytes)} of "
         f"`{report.owner}`{done}{grows}: {report.start_method} shares no objects. {cure(report)}",

@@ -122,7 +122,7 @@ def _look(loader: Any, frame: types.FrameType | None) -> Report:
 
 def _report(loader: Any, report: Report, frame: types.FrameType | None) -> Report:
     dataset = loader.dataset
-    name = _name_of(dataset, frame)
+    own_name = name = _name_of(dataset, frame)
     if not name:
         holder = _name_of(loader, frame)
         name = f"{holder}.dataset" if holder else "dataset"
@@ -140,6 +140,8 @@ def _report(loader: Any, report: Report, frame: types.FrameType | None) -> Repor
         nbytes, owner = _largest_copied(graph)
     shareable = any(one.plan and owner in (one, one.holder) for one in graph.nodes.values())
     path = name + owner.path.removeprefix(static.name_of(type(dataset)))
+    if not own_name:  # a loader may be made anew for each epoch: what was given to its dataset is shared once
+        path = _name_of(owner.value, frame) or path
     return replace(report, owner=path, nbytes=nbytes, is_shareable=shareable)
 
 

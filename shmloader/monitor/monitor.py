@@ -73,7 +73,7 @@ class Monitor:
         self._every_s = every_s
         self._path, self._offset = reports, 0
         self._reports: dict[tuple[int, int], Report] = {}
-        self._findings: dict[tuple[int, int], Finding] = {}
+        self._findings: dict[tuple[int, str], Finding] = {}
         self._first: dict[int, ProcessMemory] = {}
         self._began_s = time.monotonic()
         self._ended = threading.Event()

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from shmloader.errors import LoaderError
 from shmloader.memory.limits import ProcessorUse, processor_use
-from shmloader.profiling.recorder import BatchRecorder, Recorders
+from shmloader.profiling.recorder import BatchRecorder, Recorders, without
 from shmloader.profiling.replay import Replay
 from shmloader.profiling.report import ProfileReport
-from shmloader.statistics import Counters, LoaderStatistics, Recorder
+from shmloader.statistics import Counters, LoaderStatistics
 from shmloader.verdict import Evidence
 
 Tell = Callable[[ProfileReport], object]
@@ -23,7 +23,7 @@ class Profile:
 
     Epochs that begin inside the block are measured, in the workers too, which send their times with the
     batches. ``print(profile)`` shows the table, at any moment and after the block. Blocks may
-    lie in each other.
+    lie in each other; each has a profile of its own.
 
     Args:
         counters: The loader's.
@@ -48,7 +48,6 @@ class Profile:
         self._counters, self._statistics, self._pids = counters, statistics, pids
         self._recorder = BatchRecorder(every_s, None if tell is None else lambda: tell(self.report()))
         self._replays = replay
-        self._outer: Recorder | None = None
         self._outer_replay: Callable[[Any, int | None], Any] | None = None
         self._before: ProcessorUse | None = None
         self._first: LoaderStatistics | None = None
@@ -62,12 +61,16 @@ class Profile:
         """Stop measuring."""
         self._report = self.report()
         self._recorder.end()
-        self._counters.record(self._outer, self._outer_replay)
+        replay = self._outer_replay if self._replays else self._counters.replay
+        self._counters.record(without(self._counters.recorder, self._recorder), replay)
 
     def begin(self) -> None:
-        """Measure the epochs that begin from now on."""
+        """Measure the epochs that begin from now on; once, so that the figures are of one block."""
+        if self._before is not None:
+            raise LoaderError("this profile has measured a block already: call loader.profile() for each")
         self._before, self._first = processor_use(self._pids()), self._statistics()
-        self._outer, self._outer_replay = outer, replay = self._counters.recorder, self._counters.replay
+        self._outer_replay = replay = self._counters.replay
+        outer = self._counters.recorder
         if self._replays:  # workers, whose times would be those of one batch, are not asked
             self._counters.record(outer, lambda batches, length: Replay(batches, length, self._recorder))
         else:

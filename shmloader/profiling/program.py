@@ -13,7 +13,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ def begin(profile_each: Callable[[Callable[[Any], None]], None]) -> None:
     profile_each(_profile)
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=_begin_in_forked_child)
+        # A process of multiprocessing then drops all finalizers, those for the last reports among them.
+        register_after_fork(_profiled, lambda _: _begin_in_forked_child())
 
 
 def _begin_in_forked_child() -> None:
     """Profile inherited loaders anew: their parent reports on what it has loaded."""
     for loading in list(_profiled.values()):
         loading.counters.record(None)
-        _profile(loading)
+        if loading.loader() is not None:
+            _profile(loading)
 
 
 def _profile(loading: Any) -> None:

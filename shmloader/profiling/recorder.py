@@ -231,17 +231,25 @@ class Recorders:
     """Two recorders as one: of a profile, and of another one around it."""
 
     def __init__(self, outer: Recorder, inner: Recorder) -> None:
+        self.outer, self.inner = outer, inner
         self.begin_epoch = _both(outer.begin_epoch, inner.begin_epoch)
         self.begin_next = _both(outer.begin_next, inner.begin_next)
         self.end_next = _both(outer.end_next, inner.end_next)
         self.note_times = _both(outer.note_times, inner.note_times)
-        self._samplers = outer.time_sampler, inner.time_sampler
 
     def time_sampler(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Both time it."""
-        for time_sampler in self._samplers:
-            batches = time_sampler(batches)
-        return batches
+        return self.inner.time_sampler(self.outer.time_sampler(batches))
+
+
+def without(recorder: Recorder | None, ended: Recorder) -> Recorder | None:
+    """A recorder without one in it, which need not be the one that began last."""
+    if recorder is ended or not isinstance(recorder, Recorders):
+        return None if recorder is ended else recorder
+    if recorder.inner is ended:
+        return recorder.outer
+    outer = without(recorder.outer, ended)
+    return recorder.inner if outer is None else Recorders(outer, recorder.inner)
 
 
 def _both(first: Callable[_P, None], second: Callable[_P, None]) -> Callable[_P, None]:

@@ -5,27 +5,37 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from shmloader.statistics import Recorder
+import numpy as np
+import torch
+
+from shmloader.statistics import Counters, Recorder
+from shmloader.without_waiting import AlwaysHere
 
 _BATCHES = 1_000  # of an epoch without a length
 
 
-class Replay:
+class Replay(AlwaysHere):
     """Gives the first batch of an iterator as often as the epoch has batches.
 
-    The iterator is dropped with its first batch. So its workers end; persistent ones wait. A batch that is a
-    list or dict is copied, one level deep: the program may take entries out of it.
+    The iterator is dropped with its first batch, for which also `try_next` and ``async for`` wait. So its
+    workers end; persistent ones wait. The program may take entries out of a batch, which is copied.
     """
 
     def __init__(self, iterator: Any, length: int | None, recorder: Recorder) -> None:
-        self._iterator, self._recorder = iterator, recorder
+        self._iterator, self._length, self._recorder = iterator, length, recorder
+        self._counters, self._timeout = Counters(), 0.0  # it never waits
         self._left = _BATCHES if length is None else length
         self._batch: Any = None
 
     def __iter__(self) -> Replay:
         return self
 
-    def __next__(self) -> Any:
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the loader that is replayed has no length")
+        return self._length
+
+    def __next__(self, waits: bool = True) -> Any:
         if self._iterator is not None and self._left:
             self._batch, self._iterator = next(self._iterator), None
             self._recorder.begin_epoch()  # making that batch does not count
@@ -33,6 +43,17 @@ class Replay:
         if not self._left:
             raise StopIteration
         self._left -= 1
-        batch = copy.copy(self._batch) if type(self._batch) in (list, dict) else self._batch
+        is_tuple = type(self._batch) is tuple  # which may hold a dict
+        batch = tuple(map(_copied, self._batch)) if is_tuple else _copied(self._batch)
         self._recorder.end_next(0, 0)
         return batch
+
+
+def _copied(part: Any) -> Any:
+    """A copy, one level deep. Tensors, arrays, and what cannot be copied, are given themselves."""
+    if isinstance(part, (torch.Tensor, np.ndarray, tuple)):
+        return part
+    try:
+        return copy.copy(part)
+    except Exception:  # noqa: BLE001 - of a class of the program's
+        return part

@@ -95,13 +95,20 @@ class TakeOver(NamedTuple):
     piece: bytes  # the next of them, padded
 
 
-Request = MakeBatch | SendNextPiece | BeginEpoch | HandOver | TakeOver
+class Measure(NamedTuple):
+    """Whether to measure the batches of all later tasks, and send their `BatchTimes`."""
+
+    is_on: bool
+
+
+Request = MakeBatch | SendNextPiece | BeginEpoch | HandOver | TakeOver | Measure
 
 pack_make_batch = _packs(_requests, MakeBatch, f"IQQIQQQI{INLINE_NBYTES}s", REQUEST_NBYTES)
 pack_send_next_piece = _packs(_requests, SendNextPiece, "Q", REQUEST_NBYTES)
 pack_begin_epoch = _packs(_requests, BeginEpoch, f"IQQ{INLINE_NBYTES}s", REQUEST_NBYTES)
 pack_hand_over = _packs(_requests, HandOver, "", REQUEST_NBYTES)
 pack_take_over = _packs(_requests, TakeOver, f"QQ{INLINE_NBYTES}s", REQUEST_NBYTES)
+pack_measure = _packs(_requests, Measure, "?", REQUEST_NBYTES)
 
 
 unpack_request: Callable[[bytes], Request] = functools.partial(_unpack, _requests)

@@ -37,7 +37,6 @@ class EpochSettings(NamedTuple):
     """Settings that differ from epoch to epoch; they cross the process boundary."""
 
     calls: list[EpochCall]  # since the last epoch began
-    is_profiled: bool = False
 
     def make_calls(self, owners: list[Any]) -> None:
         """Call ``set_epoch()`` of a worker's datasets, which draw what the program's have drawn."""

@@ -25,7 +25,6 @@ class FetchRules(NamedTuple):
     # Whether a worker publishes the batches; a loader without workers, which a dataset may use inside a
     # worker, returns them to the user's code.
     in_worker: bool = False
-    probe: BatchProbe | None = None  # measures, while the loader is profiled
 
     @classmethod
     def of(cls, settings: Settings, stream: StreamRules | None) -> Self:
@@ -44,9 +43,14 @@ class Fetcher(ABC):
     """Makes one batch for one index batch, each with a new list of bad samples: none is reported twice."""
 
     def __init__(self, rules: FetchRules) -> None:
-        self._rules, probe = rules, rules.probe
-        self._collate_fn = rules.collate_fn if probe is None else probe.around_collate(rules.collate_fn)
+        self._rules = rules
         self._bad: list[BadSample] = []
+        self.measure(None)
+
+    def measure(self, probe: BatchProbe | None) -> None:
+        """Have a probe measure the parts of the batches from now on; None to measure no longer."""
+        collate_fn = self._rules.collate_fn
+        self._collate_fn = collate_fn if probe is None else probe.around_collate(collate_fn)
 
     @abstractmethod
     def fetch(self, index_batch: Any) -> Any:

@@ -60,7 +60,6 @@ class WorkerArguments:
     seeds_samples: bool  # whether the generators are seeded for each sample (``dispatch="dynamic"``)
     places: bool  # whether results of torch's calls are made in the slot
     max_nbytes: int | None = None  # of private memory, beyond which the worker is replaced
-    is_profiled: bool = False
 
 
 class Loop:
@@ -80,7 +79,6 @@ class Loop:
             collate_fn = self._placement.around(collate_fn)
         self._rules = arguments.rules._replace(collate_fn=collate_fn, in_worker=True)
         self._probe: BatchProbe | None = None
-        self._measure(arguments.is_profiled)
         self._dataset = arguments.dataset
         self._owners: list[Any] = []  # of the dataset's ``set_epoch()``, once they have been looked for
         self._setup = DatasetSetup()
@@ -140,10 +138,11 @@ class Loop:
         except BaseException as error:  # noqa: BLE001 - raised in the main process, with the first batch
             self._start_error, self._fetcher = error, None  # nothing of the last epoch may come in this one
 
-    def _measure(self, is_profiled: bool) -> None:
-        """Measure from the next fetcher on, or no longer."""
-        self._probe = BatchProbe() if is_profiled else None
-        self._rules = self._rules._replace(probe=self._probe)
+    def _measure(self, request: wire.Measure) -> None:
+        """Measure the batches from now on, or no longer."""
+        self._probe = BatchProbe() if request.is_on else None
+        if self._fetcher is not None:
+            self._fetcher.measure(self._probe)
 
     def _make_fetcher(self) -> Fetcher:
         dataset, rules = self._dataset, self._rules
@@ -152,7 +151,9 @@ class Loop:
         if self._link.in_thread:
             dataset = before_each_sample(dataset, rules, self._link.end_if_closed)
         dataset = around_each_batch(dataset, rules, self._placement)
-        return make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
+        fetcher = make_fetcher(dataset, rules, self._arguments.worker_id, self._arguments.num_workers)
+        fetcher.measure(self._probe)
+        return fetcher
 
     def _serve(self) -> None:
         """Answer one request."""
@@ -168,6 +169,8 @@ class Loop:
             self._work(request)
         elif type(request) is wire.BeginEpoch:
             self._begin_epoch(request)
+        elif type(request) is wire.Measure:
+            self._measure(request)
         elif self._handover is not None:
             self._change_over(request, self._handover)
 
@@ -205,7 +208,6 @@ class Loop:
         self._rules = self._rules._replace(stream=self._rules.stream.from_the_beginning())
         try:
             settings: EpochSettings = pickle.loads(self._settings)
-            self._measure(settings.is_profiled)
             if settings.calls and self._in_thread:
                 self._setup.end()
                 self._dataset = self._link.dataset

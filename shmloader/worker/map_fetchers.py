@@ -24,6 +24,7 @@ from shmloader.messages import shown
 from shmloader.sources import NOT_GATHERED, Gatherer, why_per_sample
 from shmloader.worker.fetcher import Fetcher, FetchRules
 from shmloader.worker.placement import Placement
+from shmloader.worker.probe import BatchProbe
 from shmloader.worker.streams import PartsFetcher
 
 
@@ -70,10 +71,14 @@ class _MapFetcher(Fetcher):
     def __init__(self, dataset: Any, rules: FetchRules) -> None:
         super().__init__(rules)
         self._dataset = dataset
-        self._fetch_each = _fetch_each if rules.probe is None else rules.probe.around_fetch(_fetch_each)
         self._gatherer: Gatherer | None = None
         if rules.auto_collation:
             self._gatherer = Gatherer(dataset, rules.collate_fn, in_worker=rules.in_worker)
+
+    def measure(self, probe: BatchProbe | None) -> None:
+        """Measure the fetching too."""
+        super().measure(probe)
+        self._fetch_each = _fetch_each if probe is None else probe.around_fetch(_fetch_each)
 
     def fetch(self, index_batch: Any) -> Any:
         dataset = self._dataset

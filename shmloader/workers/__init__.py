@@ -7,6 +7,7 @@ its own (a pidfd, elsewhere the process sentinel), waited for together with the 
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -44,24 +45,19 @@ def start_workers(
     """
     settings, stream = one_pass.settings, one_pass.stream
     check_workers(settings, settings.multiprocessing_context)
-    rules = FetchRules.of(settings, None if stream is None else stream.rules)
-
-    def make_arguments(worker_id: int) -> WorkerArguments:
-        return WorkerArguments(
-            worker_id,
-            num_workers=most_workers,
-            segment=table.segment,
-            dataset=dataset,
-            rules=rules,
-            base_seed=base_seed,
-            calls=calls,
-            init_fn=settings.worker_init_fn,
-            seeds_samples=settings.seeds_samples,
-            places=settings.place_results,
-            max_nbytes=settings.worker_max_nbytes,
-            is_profiled=table.counters.recorder is not None,  # now: it may replace another
-        )
-
+    make_arguments = functools.partial(
+        WorkerArguments,
+        num_workers=most_workers,
+        segment=table.segment,
+        dataset=dataset,
+        rules=FetchRules.of(settings, None if stream is None else stream.rules),
+        base_seed=base_seed,
+        calls=calls,
+        init_fn=settings.worker_init_fn,
+        seeds_samples=settings.seeds_samples,
+        places=settings.place_results,
+        max_nbytes=settings.worker_max_nbytes,
+    )
     if settings.worker_type == THREAD:
         return ThreadWorkers(make_arguments, settings.num_workers)
     context = settings.multiprocessing_context or torch.multiprocessing

@@ -3,11 +3,18 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from warm_python import warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,6 +49,16 @@ def _run(program: str, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def _example(program: str) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(program, EXAMPLES / f"{program}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -60,10 +77,41 @@ def test_an_example_runs(program: str, said: str, tmp_path: Path) -> None:
 def test_the_language_model_resumes_where_it_stopped(tmp_path: Path) -> None:
     whole = _run("language_model", tmp_path, "--checkpoint", "whole.pt").splitlines()
     first = _run("language_model", tmp_path, "--checkpoint", "lm.pt", "--stop-after", "3").splitlines()
+    second = _run("language_model", tmp_path, "--checkpoint", "lm.pt", "--stop-after", "25").splitlines()
     rest = _run("language_model", tmp_path, "--checkpoint", "lm.pt").splitlines()
     assert len(first) == 3
-    assert rest[0] == "resumed"
-    assert [*first, *rest[1:]] == whole
+    assert second[0] == rest[0] == "resumed"
+    assert [*first, *second[1:], *rest[1:]] == whole
+    sizes = [re.findall(rf"epoch {epoch}: batch (.*), loss", "\n".join(whole)) for epoch in range(2)]
+    assert sizes[0] != sizes[1], "each epoch has an order of its own"
+    assert _run("language_model", tmp_path, "--checkpoint", "lm.pt") == "resumed\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"whole.pt", "lm.pt"}
+
+
+def test_the_language_model_keeps_its_checkpoint_if_a_new_one_is_not_written(tmp_path: Path) -> None:
+    path, part = tmp_path / "lm.pt", torch.nn.Linear(2, 2)
+    example = _example("language_model")
+    example.save(path, 1, model=part)
+    before = path.read_bytes()
+    bad: Any = SimpleNamespace(state_dict=threading.Lock)
+    with pytest.raises(TypeError, match="pickle"):
+        example.save(path, 2, model=part, optimizer=bad)
+    assert path.read_bytes() == before
+
+
+def test_labels_are_integers_where_images_have_no_objects() -> None:
+    example = _example("detection")
+    photograph = np.zeros((400, 400, 3), np.uint8)
+    dataset = example.Detection(photograph, [{"at": (0, 0), "objects": []}] * 2)
+    assert example.collate([dataset[0], dataset[1]])["labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "RGB"])
+def test_images_of_any_kind_have_three_channels(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "class").mkdir()
+    Image.new(mode, (64, 64)).save(tmp_path / "class" / "one.png")
+    image, _ = _example("images_from_a_folder").ImageFolder(tmp_path)[0]
+    assert image.shape == (3, 56, 56)
 
 
 def test_the_ray_example_runs(tmp_path: Path) -> None:

@@ -92,6 +92,15 @@ def test_without_a_name_it_is_the_loaders_dataset(reports: list[Report]) -> None
     assert reports[0].owner == "batches.dataset.samples"
 
 
+def test_what_a_dataset_without_a_name_was_given_has_the_name_of_its_own_variable(
+    reports: list[Report],
+) -> None:
+    samples = rows()
+    batches = loader_of(Samples(samples))
+    list(batches)
+    assert (reports[0].dataset, reports[0].owner) == ("batches.dataset", "samples")
+
+
 def test_a_plain_list_is_its_own_owner(reports: list[Report]) -> None:
     data = rows()
     list(loader_of(data, sampler=range(4), collate_fn=len))

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,14 @@ def test_growth_is_told_with_cause_and_cure() -> None:
         "far): a forked worker copies the objects that it reads. Cure: train.samples = "
         "shmloader.share(train.samples)"
     )
+
+
+def test_loaders_that_are_made_anew_for_each_epoch_are_one_finding() -> None:
+    monitor, last = grown(10 * MB, 50 * MB, 90 * MB)
+    reports = [replace(REPORT, loader=number, original="rows", original_nbytes=588 * MB) for number in (1, 2)]
+    reports.append(replace(REPORT, loader=3, owner="validation.samples"))
+    found = find(reports, monitor.growths(last), looks_inside=True)
+    assert len({one.about for one in found}) == 3, "train.samples, rows, validation.samples"
 
 
 def test_an_owner_that_is_too_small_is_not_the_cause() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
+import select
+import signal
 import socket
 import subprocess
 import time
 import urllib.request
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +115,45 @@ def test_persistent_workers_are_measured_from_the_next_epoch_on_and_no_longer() 
         assert with_profile(loader)[0].batches == 10
 
 
-def test_epochs_that_are_begun_early_are_measured_too() -> None:
-    with DataLoader(
-        Numbered(80, delay_s=0.0008), 8, num_workers=2, persistent_workers=True, prefetch_epochs=True,
-        shuffle=True, generator=torch.Generator(),
-    ) as loader:  # fmt: skip
+def test_epochs_that_are_begun_early_are_measured_from_the_block_on() -> None:
+    with DataLoader(Numbered(80, delay_s=0.0008), 8, **BEGUN_EARLY, generator=torch.Generator()) as loader:
         list(loader)
         report, batches = with_profile(loader, 2)
     assert len(batches) == report.batches == 20
-    # The workers may have made some of the third epoch's first batches before the second one ended.
-    assert 20 <= len(report.made) <= 20 + 2 * 2
+    # The first epoch's first batches were asked for before the block. Workers may have made some of the third
+    # epoch's before the second one ended.
+    assert 20 - 2 * 2 <= len(report.made) <= 20
+
+
+BEGUN_EARLY: dict[str, Any] = {
+    "num_workers": 2, "persistent_workers": True, "prefetch_epochs": True, "shuffle": True
+}  # fmt: skip
+
+
+def test_a_profile_leaves_the_random_numbers_of_epochs_that_are_begun_early() -> None:
+    found = []
+    for profiled in (-1, 1):
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
+        with DataLoader(OneSlow(80), 8, **BEGUN_EARLY, generator=generator) as loader:
+            epochs = [with_profile(loader)[1] if n == profiled else list(loader) for n in range(3)]
+            statistics = loader.statistics()
+        assert (statistics.epochs_prefetched, statistics.epochs_in_vain) == (2, 0)
+        found.append(torch.cat([batch for epoch in epochs for batch in epoch]))
+    assert torch.equal(*found)
+
+
+def test_a_worker_that_replaces_another_is_measured() -> None:
+    with DataLoader(
+        Numbered(80, delay_s=0.0008), 8, num_workers=1, persistent_workers=True, worker_restarts=1
+    ) as loader:
+        list(loader)
+        with loader.profile() as profile:
+            for number, _ in enumerate(loader):
+                if number == 3:
+                    os.kill(loader._iterator._workers[0].pid, signal.SIGKILL)
+        assert loader.statistics().worker_restarts == 1
+    assert len(profile.report().made) == 10
 
 
 @pytest.mark.parametrize("dataset", [Numbers(), AtOnce()])
@@ -172,7 +207,7 @@ def test_a_callback_gets_scalars_and_its_time_counts_nowhere() -> None:
         told.append(report.scalars())
         time.sleep(0.5)
 
-    with DataLoader(Numbered(40), 8, num_workers=1) as loader:
+    with DataLoader(Numbered(40, delay_s=0.001), 8, num_workers=1) as loader:
         with loader.profile(every_s=0.001, callback=track) as profile:
             list(loader)
         report = profile.report()
@@ -216,17 +251,20 @@ def test_the_documented_callback_gives_a_tracker_its_scalars() -> None:
     class Writer:
         def __init__(self) -> None:
             self.found: dict[str, float] = {}
+            self.steps: list[int] = []
 
-        def add_scalar(self, name: str, value: float) -> None:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
             self.found[name] = value
+            self.steps.append(step)
 
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"(def track.*?)for images, labels", page, re.DOTALL)
     writer = Writer()
     with DataLoader(Numbered(160), 8, num_workers=1) as loader:
-        step = "for _ in loader:\n        step()\n"
+        step = "for _ in loader:\n        step()\n        trained += 1\n"
         given = {"loader": loader, "writer": writer, "step": lambda: time.sleep(0.01)}
         exec(recipe.replace("every_s=10", "every_s=0.05") + step, given)
+    assert 0 < writer.steps[0] <= writer.steps[-1] <= 20
     assert writer.found["loader/batches_per_s"] > 0
     assert 0 <= writer.found["loader/main/wait/share"] <= 1
     assert "loader/workers/fetch/p99_s" in writer.found
@@ -340,6 +378,33 @@ def test_profiles_in_each_other_both_measure(num_workers: int) -> None:
     assert sum(made.times.batches for made in inner.report().made) <= 10
 
 
+def test_profiles_may_end_in_another_order() -> None:
+    with DataLoader(Numbered(80), 8, num_workers=1) as loader, contextlib.ExitStack() as last:
+        with loader.profile() as first:
+            middle = last.enter_context(loader.profile())
+            end = last.enter_context(loader.profile())
+            list(loader)
+        list(loader)
+        last.close()
+        list(loader)
+        reports = [profile.report() for profile in (first, middle, end)]
+        counters = loader._shmloader_loading.counters
+    assert [report.batches for report in reports] == [10, 20, 20]
+    assert counters.recorder is None, "workers measure no longer"
+
+
+def test_a_profile_is_entered_once() -> None:
+    loader = DataLoader(Numbered(80), 8)
+    with loader.profile() as profile:
+        list(loader)
+        with pytest.raises(LoaderError, match=r"call loader\.profile\(\) for each"):
+            profile.begin()
+    with pytest.raises(LoaderError, match=r"call loader\.profile\(\) for each"), profile:
+        pass
+    assert profile.report().batches == 10
+    assert loader._shmloader_loading.counters.recorder is None
+
+
 class Endless(Numbers):
     """A stream without a length."""
 
@@ -371,6 +436,8 @@ def test_a_replay_gives_the_first_batch_as_often_as_there_are_batches(way: str) 
 
 def test_a_replay_of_a_stream_without_a_length_ends() -> None:
     with DataLoader(Endless(), 8) as loader, loader.profile(replay=True) as profile:
+        with pytest.raises(TypeError, match="has no length"):
+            len(iter(loader))  # type: ignore[arg-type]
         assert sum(1 for _ in loader) == 1_000
     assert profile.report().batches == 1_000
 
@@ -379,6 +446,65 @@ def test_a_program_may_take_entries_out_of_a_batch_that_is_replayed() -> None:
     rows = [{"number": number} for number in range(32)]
     with DataLoader(rows, 8) as loader, loader.profile(replay=True):
         assert [batch.pop("number").tolist() for batch in loader] == [list(range(8))] * 4
+
+
+@dataclass
+class Labelled:
+    """A batch of a class of the program's."""
+
+    labels: torch.Tensor | None
+
+
+class Whole(Labelled):
+    """A batch that cannot be copied."""
+
+    def __copy__(self) -> None:
+        raise TypeError
+
+
+def entries_of(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"labels": torch.stack(samples)}
+
+
+def take(batch: Any) -> torch.Tensor:
+    """The labels, taken out of a batch."""
+    if isinstance(batch, Labelled):
+        labels = batch.labels
+        if type(batch) is Labelled:
+            batch.labels = None
+    else:
+        labels = (batch[0] if isinstance(batch, tuple) else batch).pop("labels")
+    assert labels is not None
+    return labels
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda samples: UserDict(entries_of(samples)),  # as BatchEncoding of transformers
+        lambda samples: OrderedDict(entries_of(samples)),
+        lambda samples: (entries_of(samples), len(samples)),
+        lambda samples: Labelled(torch.stack(samples)),
+        lambda samples: Whole(torch.stack(samples)),
+    ],
+    ids=["UserDict", "OrderedDict", "tuple", "object", "no_copy"],
+)
+def test_a_program_may_change_a_batch_of_any_class_that_is_replayed(make: Any) -> None:
+    loader = DataLoader(Numbered(32), 8, collate_fn=make)
+    with loader.profile(replay=True):
+        assert [len(take(batch)) for batch in loader] == [8] * 4
+
+
+def test_a_replay_is_asked_in_each_way_in_which_an_iterator_is() -> None:
+    async def count() -> int:
+        return len([batch async for batch in loader])
+
+    with DataLoader(Numbered(32), 8, num_workers=1) as loader, loader.profile(replay=True):
+        assert asyncio.run(count()) == 4
+        batches: Any = iter(loader)
+        assert len(batches) == 4
+        assert select.select([batches], [], [], 0)[0] == [batches]
+        assert sum(1 for _ in iter(batches.try_next, None)) == 4
 
 
 def test_the_last_spans_of_main_process_and_workers_begin_together() -> None:

@@ -219,6 +219,24 @@ if __name__ == "__main__":
     child.start()
     child.join()
 """
+CHILD = """
+loader = shmloader.DataLoader(Numbered(80), 8)
+list(loader)
+child = multiprocessing.get_context("fork").Process(target=list, args=(loader,))
+child.start()
+child.join()
+"""
+DEAD = """
+def evaluate():
+    list(shmloader.DataLoader(Numbered(80), 8))
+
+evaluate()
+loader = shmloader.DataLoader(Numbered(80), 8)
+if not os.fork():
+    list(loader), list(loader)
+    sys.exit()
+os.wait()
+"""
 INLINE = """
 for _ in range(10):
     for _ in shmloader.DataLoader(Numbered(80), 8):
@@ -240,13 +258,16 @@ list(loader)
         (f"METHOD = 'forkserver'\n{GLOBAL}", [10]),
         (OWN, [20]),
         (INLINE, [10] * 8),
+        (CHILD, [10, 10]),
+        (DEAD, [10, 20]),
     ],
-    ids=["forked", "fork", "forkserver", "own", "inline"],
+    ids=["forked", "fork", "forkserver", "own", "inline", "child", "dead"],
 )
 @pytest.mark.usefixtures("program")
 def test_each_process_reports_on_what_it_has_loaded(tmp_path: Path, code: str, batches: list[int]) -> None:
     done, found = profiled(tmp_path, code)
     assert (done.returncode, found) == (0, batches), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.usefixtures("program")
