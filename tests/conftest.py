@@ -421,6 +421,13 @@ def warm_helpers() -> None:
     forkserver.ensure_running()
 
 
+@pytest.fixture
+def late_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for a fork server that tells exit codes late: a busy machine may let it sleep for seconds."""
+    monkeypatch.setattr("shmloader.workers.deaths._DEATH_S", 30.0)
+    monkeypatch.setattr("shmloader.workers.processes._EXIT_CODE_S", 30.0)
+
+
 @pytest.fixture(params=["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 def start_method(request: pytest.FixtureRequest, warm_helpers: None) -> str:
     """Each way of starting a worker that this platform has.

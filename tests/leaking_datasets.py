@@ -69,6 +69,20 @@ class LeakingAt(Told):
         return super().__getitem__(index)
 
 
+class LeaksLast(LeakingAt):
+    """Waits for a file before the sample with which it leaks, and takes two seconds for the one after it."""
+
+    def __init__(self, length: int, leaked_nbytes: int, at: int, path: Path) -> None:
+        super().__init__(length, leaked_nbytes, at)
+        self.path = path
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        while index >= self.at and not self.path.exists():
+            time.sleep(0.01)
+        time.sleep(2.0 if index > self.at else 0.0)
+        return super().__getitem__(index)
+
+
 class Unable(LeakingAt):
     """Its state cannot be taken."""
 
@@ -166,10 +180,12 @@ class LeakingOnce(Leaking):
         self.mark = folder / "ended"
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return {}
+        try:
+            self.mark.touch(exist_ok=False)  # by one of two workers that hand over at the same time
+        except FileExistsError:
+            return {}
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("it lives")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state == {}

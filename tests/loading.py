@@ -90,6 +90,20 @@ class Held(Numbered):
         return super().__getitem__(index)
 
 
+class HeldAt(Held):
+    """Sample ``at`` alone does not come before ``released`` is set; the worker sets ``inside`` there."""
+
+    def __init__(self, length: int, at: int) -> None:
+        super().__init__(length)
+        self.at, self.inside = at, multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index != self.at:
+            return Numbered.__getitem__(self, index)
+        self.inside.set()
+        return super().__getitem__(index)
+
+
 class Sleeps(Numbered):
     """Takes ``sleep_s`` seconds for sample ``at`` (for each, if None)."""
 

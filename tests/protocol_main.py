@@ -129,6 +129,7 @@ class _Settings:
     index_sampler = ()
     num_workers = WORKERS
     timeout = 0
+    persistent_workers = True
 
     def __init__(self, setting: Setting) -> None:
         self.prefetch_factor, self.in_order = setting.prefetch, setting.in_order

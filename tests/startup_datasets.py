@@ -168,5 +168,5 @@ def _private_nbytes() -> int:
     return 1024 * sum(
         int(line.split()[1])
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
-        if line.startswith("Private")
+        if line.startswith("Private_Dirty")  # others are a library's that another process has let go of
     )

@@ -33,3 +33,9 @@ def assert_same(play: Callable[[Build], Any], reference: Any = TorchLoader) -> A
 def workers_alive() -> list[threading.Thread]:
     """Worker threads of any loader."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("shmloader-worker")]
+
+
+def join_workers() -> None:
+    """Wait for worker threads that were told to end: close() gives them half a second."""
+    for thread in workers_alive():
+        thread.join(30)

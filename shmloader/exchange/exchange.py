@@ -60,6 +60,7 @@ class Exchange:
         self._timeout_s = timeout_s if timeout_s > 0 else None  # of any type, as the program gave it
         # By worker that was asked to hand over: what has come of its state. Empty while none is replaced so.
         self.handed_over: dict[int, bytearray] = {}
+        self._renews = True  # whether a worker with too much memory is asked to
         self._wait_ns = 0  # how long the last wait took
         self._measures = False  # whether workers were told to measure
         self._nothing_since_s: float | None = None  # `receive` without waiting has found nothing since then
@@ -157,6 +158,10 @@ class Exchange:
             return False
         self.told_ahead, self._can_tell_back = True, can_tell_back
         return True
+
+    def stop_renewing(self) -> None:
+        """Let workers grow from now on: all tasks are sent, and a new worker would come after the last."""
+        self._renews = False
 
     def welcome(self, worker: Worker) -> None:
         """Ask a worker that was added in this epoch to report when it is ready: see `joining`."""
@@ -273,7 +278,8 @@ class Exchange:
 
     def _accept_flags(self, worker: Worker, flags: int) -> None:
         self.counters.add("detached", bool(flags & wire.DETACHED))
-        if flags & wire.FULL and worker.worker_id not in self.handed_over and not self.told_ahead:
+        renews = self._renews and not self.told_ahead
+        if flags & wire.FULL and worker.worker_id not in self.handed_over and renews:
             self.handed_over[worker.worker_id] = bytearray()
             worker.send(wire.pack_hand_over())
 
@@ -306,13 +312,15 @@ class Exchange:
 
     def _recover(self, worker: Worker, silent_s: float | None) -> None:
         """Replace a worker that is dead, or has been silent for ``silent_s``, or raise the error for it."""
-        # Answers that it still sent count: those tasks are done.
+        stack = "" if silent_s is None else f"\n{self.workers.stack_of(worker.worker_id)}"
+        # Answers that it still sent count, also while its stack was read: those tasks are done.
         while records := worker.receive():
             self._accept(worker, records)
             if silent_s is not None or self.workers.workers[worker.worker_id] is not worker:
                 return  # it has answered in this very moment, or has handed over
         unsent = sum(place.worker_id == worker.worker_id for place in self._unsent)
-        self._hand_over(self._recovery.replace(worker, silent_s, unsent, can_be_told=self._can_tell_back))
+        fresh = self._recovery.replace(worker, silent_s, stack, unsent, can_be_told=self._can_tell_back)
+        self._hand_over(fresh)
 
     def _hand_over(self, fresh: Worker) -> None:
         """Send a new worker the tasks of the one in whose place it is."""

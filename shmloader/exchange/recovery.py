@@ -41,8 +41,10 @@ class Recovery:
             due_from = unanswered[0].worker_id if unanswered else 0
         return self.workers.workers[due_from]
 
-    def replace(self, worker: Worker, silent_s: float | None, unsent: int, *, can_be_told: bool) -> Worker:
-        """A new worker in place of one that is dead, or has been silent for ``silent_s``.
+    def replace(
+        self, worker: Worker, silent_s: float | None, stack: str, unsent: int, *, can_be_told: bool
+    ) -> Worker:
+        """A new worker in place of one that is dead, or has been silent for ``silent_s`` with this stack.
 
         ``unsent`` of its tasks it was not sent yet. Unless the new one ``can_be_told``, its dataset would be
         of another epoch. Raises `WorkerDied` or `WorkerTimeout` if it is not to be replaced.
@@ -57,8 +59,7 @@ class Recovery:
             # No local variable: its traceback refers to this frame, and so to the iterator and the dataset.
             if silent_s is None:
                 raise self.lifecycle.expect(self._death(worker, deaths, why))
-            raise self.lifecycle.expect(self._timeout(worker, silent_s, deaths, why))
-        stack = "" if silent_s is None else f"\n{self.workers.stack_of(worker.worker_id)}"
+            raise self.lifecycle.expect(self._timeout(worker, silent_s, stack, deaths, why))
         fresh = self._restart(worker, f", with {shown(list(map(_indices, held)))}")
         self.restarts_left -= 1
         self.table.counters.add("worker_restarts")
@@ -104,7 +105,7 @@ class Recovery:
         self.table.close()
         return error
 
-    def _timeout(self, worker: Worker, silent_s: float, deaths: int, why: str) -> WorkerTimeout:
+    def _timeout(self, worker: Worker, silent_s: float, stack: str, deaths: int, why: str) -> WorkerTimeout:
         """The error for workers that do not answer, with the stack of the one that makes the next batch."""
         if deaths > 1:
             why = "Another worker has ended at the first of its index batches before."
@@ -115,7 +116,7 @@ class Recovery:
             "If a batch may take so long, raise timeout=; else something hangs, and the stack below says "
             f"where; {page('docs/messages.md')} has the usual reasons. The next is due from worker "
             f"{worker.worker_id} ({worker.place}); outstanding index batches: "
-            f"{outstanding}\n{self.workers.stack_of(worker.worker_id)}"
+            f"{outstanding}{stack}"
         )
 
 

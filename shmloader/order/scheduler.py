@@ -153,7 +153,7 @@ class Scheduler:
         self._sampler_iter: Iterator[Any] = iter(())
         self._sent = 0  # index batches of this epoch that were sent, or are not to be
         self._sent_early = 0  # tasks of the next epoch
-        num_workers = settings.num_workers
+        num_workers, self._persists = settings.num_workers, settings.persistent_workers
         self.turns = Turns(table, num_workers, in_order=settings.in_order)
         if settings.dispatch == DYNAMIC:
             self.free_workers = FreeWorkers(table, num_workers, settings.prefetch_factor, settings.timeout)
@@ -232,6 +232,8 @@ class Scheduler:
         except Exception as error:
             self.turns.undo()
             if isinstance(error, StopIteration):
+                if not self._persists:
+                    self._exchange.stop_renewing()
                 self._send_early_task()
                 return False
             self._exchange.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on

@@ -3,7 +3,6 @@
 import os
 import resource
 import signal
-import threading
 import time
 import warnings
 import weakref
@@ -11,8 +10,9 @@ import weakref
 import psutil
 import pytest
 import torch
-from loading import Growing, Numbered, Sleeps
+from loading import Growing, HeldAt, Numbered
 from torch.utils.data import default_collate
+from when_waiting import when_waiting
 
 import shmloader
 from shmloader import DataLoader
@@ -24,14 +24,17 @@ def test_long_index_batches_survive_the_growth_of_their_slot() -> None:
 
 
 def test_an_interrupted_start_of_an_epoch_does_not_hang_the_next() -> None:
-    loader = DataLoader(Sleeps(200, 1.0, at=4), batch_size=1, num_workers=2, persistent_workers=True)
-    next(iter(loader))
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    dataset = HeldAt(200, at=4)
+    loader = DataLoader(dataset, batch_size=1, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    assert dataset.inside.wait(60)
+    interrupting = when_waiting(iterator, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        iter(loader)  # waits for the worker that sleeps
-    timer.join()
-    time.sleep(1)
+        iter(loader)  # waits for the worker that is held
+    interrupting.join()
+    dataset.released.set()
+    time.sleep(0.5)  # its answer comes before the next epoch
     assert [int(sample[0, 0]) for sample in loader] == list(range(200))
     loader.close()
 

@@ -102,6 +102,9 @@ SERVER = """
 import multiprocessing, os, signal, threading
 import psutil
 from shmloader import DataLoader
+from shmloader.workers import processes
+
+processes._EXIT_CODE_S = 30.0  # a busy machine may let the server sleep for longer
 
 if __name__ == "__main__":
     multiprocessing.set_forkserver_preload(["shmloader"])  # else each worker imports torch

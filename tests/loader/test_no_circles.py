@@ -14,6 +14,7 @@ import loading
 import pytest
 import torch
 from stream_datasets import Numbers
+from thread_loaders import join_workers
 from torch.utils.data import Dataset, Subset
 
 from shmloader import DataLoader, WorkerDied, WorkerTimeout, share
@@ -95,6 +96,7 @@ def test_the_dataset_dies_with_its_loader(
     loader = DataLoader(dataset, batch_size=4, **arguments)
     end(loader)
     loader.close()
+    join_workers()
     assert slot_files() == before
     del loader, dataset
     assert alive() is None

@@ -323,7 +323,7 @@ class Later(Held):
     def __getitem__(self, index: int) -> torch.Tensor:
         if index >= 3:
             return super().__getitem__(index)
-        time.sleep(0.1)
+        time.sleep(1.0)
         return Numbered.__getitem__(self, index)
 
 
@@ -409,7 +409,7 @@ def test_threads_that_all_wait_for_the_descriptor_end(worker_type: Any) -> None:
 
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
 def test_a_thread_that_waits_for_the_descriptor_sleeps_while_another_is_inside_next(worker_type: Any) -> None:
-    with loader_of(Numbered(24, delay_s=0.05), num_workers=1, worker_type=worker_type) as loader:
+    with loader_of(Numbered(24, delay_s=0.1), num_workers=1, worker_type=worker_type) as loader:
         iterator, poller, wakeups, found = iter(loader), select.poll(), 0, list[Any]()
         poller.register(iterator.fileno(), select.POLLIN)
         with pytest.raises(NotReady):
@@ -418,12 +418,12 @@ def test_a_thread_that_waits_for_the_descriptor_sleeps_while_another_is_inside_n
         thread.start()
         while thread.is_alive():
             wakeups += bool(poller.poll(100))
-            with contextlib.suppress(NotReady):
+            with contextlib.suppress(NotReady, StopIteration):
                 found.append(iterator.try_next())
             time.sleep(0.001)  # not to keep the interpreter from the other thread
         thread.join()
         assert len(found) >= 6
-        assert wakeups < 150  # some for each batch; always awake there would be some 800
+        assert wakeups < 400  # some for each batch; always awake there would be some 1,600
 
 
 @pytest.mark.parametrize("worker_type", ["process", "thread"])
@@ -450,7 +450,7 @@ def test_threads_that_ask_at_once_get_the_same_descriptor(worker_type: Any) -> N
 
 
 def end_slowly(worker_id: int) -> None:
-    multiprocessing.util.Finalize(None, time.sleep, (0.5,), exitpriority=1)
+    multiprocessing.util.Finalize(None, time.sleep, (2.0,), exitpriority=1)
 
 
 def test_while_another_thread_ends_the_epoch_it_is_not_ready() -> None:
@@ -460,7 +460,8 @@ def test_while_another_thread_ends_the_epoch_it_is_not_ready() -> None:
         assert [next(iterator)[0, 0].item() for _ in range(2)] == [0, 3]
         ending = threading.Thread(target=next, args=(iterator, None))
         ending.start()
-        time.sleep(0.1)
+        while iterator._lifecycle.phase.name == "IDLE" and ending.is_alive():
+            time.sleep(0.001)
         while ending.is_alive():
             with contextlib.suppress(StopIteration):
                 with pytest.raises(NotReady, match="another thread"):
@@ -581,10 +582,10 @@ def test_two_waits_for_one_iterator_are_refused() -> None:
 
 
 def test_the_time_until_a_batch_came_is_counted() -> None:
-    with loader_of(Numbered(9, delay_s=0.05)) as loader, loader.profile() as profile:
+    with loader_of(Numbered(9, delay_s=0.3)) as loader, loader.profile() as profile:
         began_s = time.monotonic()
         in_asyncio(loader)
-        assert 0.2 < loader.statistics().wait_for_workers_s < time.monotonic() - began_s
+        assert 1.2 < loader.statistics().wait_for_workers_s < time.monotonic() - began_s
         report = profile.report()
         assert report.main["wait"].share > 0.8, report.main
 

@@ -246,7 +246,7 @@ def test_calls_that_were_sent_are_not_sent_again_when_the_wait_for_workers_fails
                 go_on.wait()
             return super().__getitem__(index)
 
-    with DataLoader(SlowCounts(), num_workers=1, persistent_workers=True, timeout=1) as loader:
+    with DataLoader(SlowCounts(), num_workers=1, persistent_workers=True, timeout=5) as loader:
         next(iter(loader))
         loader.set_epoch(1)
         with pytest.raises(WorkerTimeout):

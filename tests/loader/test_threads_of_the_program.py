@@ -7,7 +7,8 @@ import threading
 from typing import Any
 
 import pytest
-from loading import Numbered
+from loading import HeldAt, Numbered
+from when_waiting import when_waiting
 
 from shmloader import DataLoader, LoaderClosed, LoaderError
 from shmloader.resume.compatibility import behind
@@ -60,7 +61,8 @@ def test_a_thread_that_waits_for_another_one_is_let_go_when_the_loader_is_closed
 
 
 def test_a_signal_handler_that_takes_a_batch_meanwhile_is_refused_and_nothing_is_lost() -> None:
-    loader = DataLoader(Numbered(40, delay_s=0.02), batch_size=4, num_workers=1)
+    dataset = HeldAt(40, at=0)
+    loader = DataLoader(dataset, batch_size=4, num_workers=1)
     iterator = iter(loader)
     refused: list[str] = []
 
@@ -69,13 +71,15 @@ def test_a_signal_handler_that_takes_a_batch_meanwhile_is_refused_and_nothing_is
             next(iterator)
         except LoaderError as error:
             refused.append(str(error))
+        dataset.released.set()
 
     before = signal.signal(signal.SIGALRM, handler)
+    main = threading.get_ident()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        sending = when_waiting(iterator, lambda: signal.pthread_kill(main, signal.SIGALRM))
         assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 4))
+        sending.join()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert refused == ["next() was called by this thread while it was inside next()"]
 

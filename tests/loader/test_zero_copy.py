@@ -9,6 +9,7 @@ import pytest
 import torch
 from caught_warnings import caught_warnings
 from loading import Growing, KeepsBatches, Numbered, SendsAgain, into_empty
+from parity.run import descriptors_for_torch
 
 from shmloader import DataLoader, SpillWarning
 
@@ -146,7 +147,7 @@ def test_the_lease_of_a_tensor_that_is_shared_ends_with_its_last_view() -> None:
 def test_the_lease_of_a_tensor_without_views_ends_when_it_is_shared(
     share: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    with DataLoader(Numbered(400), batch_size=BATCH, num_workers=1) as loader:
+    with descriptors_for_torch(), DataLoader(Numbered(400), batch_size=BATCH, num_workers=1) as loader:
         kept = []
         for batch in loader:
             kept += batch, share(batch)

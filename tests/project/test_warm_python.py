@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from robustness.processes import wait_gone
+from robustness.processes import TEMPLATE, wait_gone, workers_of
 from warm_python import warm_python
 
 
@@ -79,3 +79,38 @@ def test_it_ends_with_its_client() -> None:
         program = psutil.Process(int(client.stdout.readline()))
         client.kill()
         assert wait_gone([program], 30)[1] == []
+
+
+def template() -> psutil.Process:
+    """This process's template."""
+    children = psutil.Process().children()
+    (found,) = [child for child in children if TEMPLATE in " ".join(child.cmdline())]
+    return found
+
+
+def test_the_template_is_no_worker_of_this_process_and_its_programs_are() -> None:
+    code = "import os; print(os.getpid(), flush=True); input()"
+    ends = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*warm_python(), "-c", code], **ends) as client:
+        assert client.stdout is not None
+        pid = int(client.stdout.readline())
+        pids = {worker.pid for worker in workers_of(os.getpid())}
+        assert {client.pid, pid} <= pids
+        assert template().pid not in pids
+
+
+def test_the_template_outlives_a_client_that_is_killed_as_its_program_ends() -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
+    with subprocess.Popen([*warm_python(), "-c", code], stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        program, stopped = psutil.Process(int(client.stdout.readline())), template()
+        stopped.suspend()
+        try:
+            program.kill()
+            assert wait_gone([program], 30)[1] == []
+            client.kill()
+            client.wait()
+        finally:
+            stopped.resume()
+    command = [*warm_python(), "-c", "print('another')"]
+    assert subprocess.run(command, capture_output=True, check=True, timeout=60).stdout == b"another\n"

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from robustness.processes import TESTS
 
 SMALL_SHM = (
@@ -94,15 +96,20 @@ def read_libraries() -> None:
 def memory_cgroup(limit_nbytes: int) -> Iterator[MemoryCgroup]:
     """Make a memory cgroup below this process's own; its programs find torch's libraries in memory.
 
-    Raises:
-        OSError: If that is not possible here.
+    Where that is not possible, the test is skipped.
     """
-    parent, limit_name = _parent_cgroup()
-    folder = parent / f"shmloader-test-{secrets.token_hex(4)}"
-    read_libraries()
-    folder.mkdir()
     try:
-        (folder / limit_name).write_text(str(limit_nbytes))
+        parent, limit_name = _parent_cgroup()
+        folder = parent / f"shmloader-test-{secrets.token_hex(4)}"
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        try:
+            (folder / limit_name).write_text(str(limit_nbytes))
+        except OSError as error:
+            pytest.skip(f"a memory cgroup can have no limit here: {error}")
+        read_libraries()
         enter = 'echo $$ > "$0"/cgroup.procs && exec "$@"'
         yield MemoryCgroup(folder, limit_name, ("sh", "-c", enter, str(folder)))
     finally:

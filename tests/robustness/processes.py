@@ -26,6 +26,8 @@ ENVIRONMENT = {
 """For programs that import this package."""
 
 HELPERS = ("from multiprocessing.resource_tracker import", "from multiprocessing.forkserver import")
+TEMPLATE = "from template import next_program"
+"""In the command lines of the template of `warm_python`, and of the programs that it forks."""
 
 
 def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str, ...] = ()) -> str:
@@ -68,15 +70,18 @@ def start_python(code: str, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def is_helper(process: psutil.Process) -> bool:
-    """Whether a process is an interpreter's resource tracker or fork server."""
+    """Whether a process is an interpreter's resource tracker or fork server, or this one's template."""
     try:
-        return any(helper in " ".join(process.cmdline()) for helper in HELPERS) and not _is_forked(process)
+        command = " ".join(process.cmdline())
+        helps = any(helper in command for helper in HELPERS)
+        helps = helps or (TEMPLATE in command and process.ppid() == os.getpid())
+        return helps and not _is_forked(process)
     except psutil.Error:
         return False
 
 
 def _is_forked(process: psutil.Process) -> bool:
-    # A fork server's workers have its command line.
+    # A fork server's workers and a template's programs have its command line.
     parent = process.parent()
     return parent is not None and parent.cmdline() == process.cmdline()
 

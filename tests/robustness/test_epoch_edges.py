@@ -11,8 +11,9 @@ import time
 import psutil
 import pytest
 import torch
-from loading import Numbered, Sleeps
+from loading import HeldAt, Numbered
 from torch.utils.data import DistributedSampler
+from when_waiting import when_waiting
 
 import shmloader
 from robustness.datasets import BATCH, WithEpoch, first_indices
@@ -128,17 +129,18 @@ def test_a_shared_epoch_value_reaches_persistent_workers(kind: str, start_method
 
 
 def test_closing_from_another_thread_ends_a_waiting_next() -> None:
-    loader = DataLoader(Sleeps(64, 2.5, at=4), batch_size=4, num_workers=1)
+    dataset = HeldAt(64, at=4)
+    loader = DataLoader(dataset, batch_size=4, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-    closer = threading.Timer(0.3, loader.close)
-    closer.start()
+    closer = when_waiting(iterator, loader.close)
     began = time.monotonic()
     try:
         with pytest.raises(shmloader.LoaderClosed, match="closed by another thread"):
             next(iterator)
         assert time.monotonic() - began < 30
     finally:
+        dataset.released.set()
         closer.join()
 
 

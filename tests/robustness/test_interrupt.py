@@ -41,6 +41,7 @@ PROGRAM = """
             Numbered(80, delay_s=0.02), batch_size=4, num_workers=2, persistent_workers=True,
             multiprocessing_context=method,
         )
+        iterator = None  # it may come in iter()
         try:
             if stage != "working":
                 print("ready", flush=True)
@@ -135,7 +136,7 @@ def test_ctrl_c_in_an_epoch_gives_one_traceback_and_no_noise(method: str) -> Non
     assert outcome.text.strip().endswith("KeyboardInterrupt"), outcome.text
     assert outcome.exit_code == -signal.SIGINT
     assert not outcome.left
-    assert outcome.seconds < 8
+    assert outcome.seconds < 20
 
 
 def test_ctrl_c_while_workers_start_leaves_nothing() -> None:
@@ -157,7 +158,7 @@ def test_ctrl_c_twice_ends_all_without_noise_of_workers(again_after_s: float) ->
     assert "worker.py" not in outcome.text, outcome.text
     assert "KeyboardInterrupt" in outcome.text
     assert not outcome.left
-    assert outcome.seconds < 8
+    assert outcome.seconds < 20
 
 
 @pytest.mark.parametrize("after_s", [0.1, 0.31])

@@ -8,12 +8,16 @@ import sys
 import time
 
 STATUS_NBYTES = 8
+START_S = 120
 
 
 def main() -> None:
     request = json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()
     connection = socket.socket(socket.AF_UNIX)
+    deadline = time.monotonic() + START_S
     while connection.connect_ex(f"\0{sys.argv[1]}"):
+        if time.monotonic() > deadline:
+            sys.exit(f"no template process answers at {sys.argv[1]} after {START_S} s")
         time.sleep(0.02)  # the template imports torch
     socket.send_fds(connection, [len(request).to_bytes(STATUS_NBYTES, "big")], [0, 1, 2])
     connection.sendall(request)

@@ -1,5 +1,6 @@
 """The process that has imported torch, and forks a program for each client."""
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -73,7 +74,7 @@ def _end(child: int, pidfd: int, client: socket.socket, *, was_killed: bool) -> 
         os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os.close(pidfd)
-    with client:
+    with client, contextlib.suppress(OSError):  # the client may be killed meanwhile
         if not was_killed:
             client.send(status.to_bytes(STATUS_NBYTES, "big", signed=True))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from robustness.processes import ENVIRONMENT
 from setup_datasets import FailsToSetUp, FailsToTearDown, Forks, Opens, Streams, by_worker, calls, note
+from thread_loaders import join_workers
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from warm_python import warm_python
 
@@ -27,6 +28,7 @@ def _epochs(dataset: Any, epochs: int = 2, **options: Any) -> None:
     with DataLoader(dataset, 4, **{"num_workers": 2, **options}) as loader:
         for _ in range(epochs):
             assert sum(len(batch) for batch in loader) == 24
+    join_workers()
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -69,6 +71,7 @@ def test_a_new_copy_of_a_thread_is_set_up_after_the_old_one_is_torn_down(tmp_pat
         for epoch in range(2):
             loader.set_epoch(epoch)
             assert len(list(loader)) == 6
+    join_workers()
     assert list(by_worker(tmp_path).values()) == [WHOLE[1:] * 2]
 
 
@@ -136,6 +139,7 @@ def test_an_exception_of_setup_comes_with_the_first_batch(worker_type: str, tmp_
             list(batches)
         assert [call.worker for call in calls(good, "teardown")] == [0], "what was set up before it"
         assert sum(len(batch) for batch in loader) == 24, "it is tried again in the next epoch"
+    join_workers()
     assert sorted(call.worker for call in calls(good, "setup")) == [0, 0, 1]
     assert sorted(call.worker for call in calls(tmp_path, "teardown")) == [0, 1]
 

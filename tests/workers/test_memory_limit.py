@@ -123,23 +123,39 @@ def test_the_old_worker_tears_down_and_is_gone(tmp_path: Path, caplog: pytest.Lo
     assert values(found) == expected
     assert renewed >= 2
     pids = {pid for batch in found for pid in batch["pid"].tolist()}
-    assert set(map(int, path.read_text().split())) == pids
+    torn = set(map(int, path.read_text().split()))
+    assert pids <= torn
+    assert len(torn) <= 2 + renewed  # each of the last two may have come for no batch
     said = [record.getMessage() for record in caplog.records if "private memory" in record.getMessage()]
     assert len(said) == renewed
     assert all(record.levelno == logging.INFO for record in caplog.records)
 
 
+def test_a_worker_that_has_no_further_batch_to_make_is_not_replaced(tmp_path: Path) -> None:
+    """The epoch would wait for its end and for a new one, which would make none."""
+    go_on = tmp_path / "all batches are asked for"
+    dataset = leaking.LeaksLast(4, 2 * LIMIT_NBYTES, 2, go_on)
+    with loader_of(dataset, batch_size=1, shuffle=False, **SMALL) as loader:
+        iterator = iter(loader)
+        pids = [worker.pid for worker in iterator._workers]
+        next(iterator)
+        go_on.touch()
+        assert len(list(iterator)) == 3
+        assert [worker.pid for worker in iterator._workers] == pids
+        assert loader.statistics().workers_renewed == 0
+
+
 def test_a_worker_that_is_killed_as_it_hands_over(tmp_path: Path) -> None:
     """Its death is one as others: replaced if that is asked for, else an error."""
     dataset = leaking.LeakingOnce(400, LEAK_NBYTES, tmp_path)
-    with loader_of(dataset, worker_restarts=1) as loader:
+    with loader_of(dataset, worker_restarts=1, **SMALL) as loader:
         assert [batch["index"].tolist() for batch in loader] == [
             batch["index"] for batch in values(loader_of(Leaking(400), None))
         ]
         assert loader.statistics().worker_restarts == 1
         assert loader.statistics().workers_renewed >= 1
     dataset.mark.unlink()
-    with loader_of(dataset) as loader, pytest.raises(shmloader.WorkerDied, match="SIGKILL"):
+    with loader_of(dataset, **SMALL) as loader, pytest.raises(shmloader.WorkerDied, match="SIGKILL"):
         list(loader)
 
 
@@ -148,7 +164,7 @@ def test_kills_at_random_moments_lose_no_batch() -> None:
     """Of workers that are replaced all the time."""
     chance = random.Random(2)
     order = [batch["index"] for batch in values(loader_of(Leaking(800), None))]
-    with loader_of(Leaking(800, LEAK_NBYTES), worker_restarts=100) as loader:
+    with loader_of(Leaking(800, LEAK_NBYTES), worker_restarts=100, **SMALL) as loader:
         found = []
         for number, batch in enumerate(loader):
             found.append(batch["index"].tolist())
@@ -160,7 +176,7 @@ def test_kills_at_random_moments_lose_no_batch() -> None:
 
 def test_closing_meanwhile_leaves_nothing() -> None:
     for batches in (30, 40, 50, 60, 70) if LONG else (40, 60):
-        loader = loader_of(Leaking(400, LEAK_NBYTES))
+        loader = loader_of(Leaking(400, LEAK_NBYTES), **SMALL)
         for _ in itertools.islice(loader, batches):
             pass
         family = [psutil.Process(child.pid) for child in active_children()]
@@ -169,6 +185,8 @@ def test_closing_meanwhile_leaves_nothing() -> None:
 
 
 # --- what is refused
+
+AMPLE_NBYTES = 1 << 30  # also for a fork of a process in which many tests ran
 
 
 def lambda_over(value: Any) -> Callable[[Any], Any]:
@@ -197,7 +215,7 @@ def around(extra: Any) -> Any:
 @pytest.mark.parametrize("named", NAMED)
 def test_states_that_would_be_lost_are_named(named: str) -> None:
     """Long before the worker is to be replaced."""
-    loader = loader_of(NAMED[named](), batch_size=1)
+    loader = loader_of(NAMED[named](), AMPLE_NBYTES, batch_size=1)
     with loader, pytest.raises(shmloader.LoaderError, match=named) as raised:
         list(loader)
     assert "state_dict" in str(raised.value)
@@ -206,7 +224,7 @@ def test_states_that_would_be_lost_are_named(named: str) -> None:
 def test_a_collate_fn_with_a_generator_is_named() -> None:
     collate_fn = lambda_over(np.random.default_rng())
     with (
-        loader_of(Leaking(80), collate_fn=collate_fn) as loader,
+        loader_of(Leaking(80), AMPLE_NBYTES, collate_fn=collate_fn) as loader,
         pytest.raises(shmloader.LoaderError, match="collate_fn, its value is a random generator"),
     ):
         list(loader)
@@ -223,14 +241,14 @@ def test_what_is_no_state_is_not_refused() -> None:
         lambda_over(3),
     ]
     dataset = leaking.Around(leaking.WithState(80), held)
-    assert len(list(loader_of(dataset))) == 40
+    assert len(list(loader_of(dataset, AMPLE_NBYTES))) == 40
 
 
 @pytest.mark.parametrize("value", [float("nan"), np.float64("nan")])
 def test_a_number_that_is_none_has_not_changed(value: float) -> None:
     """NaN as the value for what is missing: neither in a worker nor in one that replaces it."""
     dataset = leaking.Around(Leaking(400, LEAK_NBYTES), value)
-    with loader_of(dataset) as loader:
+    with loader_of(dataset, **SMALL) as loader:
         assert len(list(loader)) == 200
         assert loader.statistics().workers_renewed > 0
 
@@ -243,7 +261,7 @@ def test_the_global_generators_are_handed_over() -> None:
         np.random.mtrand._rand,
         torch.default_generator,
     ]
-    assert len(list(loader_of(around(held)))) == 40
+    assert len(list(loader_of(around(held), AMPLE_NBYTES))) == 40
 
 
 class UsesCuda(Leaking):
@@ -253,7 +271,7 @@ class UsesCuda(Leaking):
 
 
 def test_a_worker_that_uses_cuda_is_refused() -> None:
-    with loader_of(UsesCuda(80)) as loader, pytest.raises(shmloader.LoaderError, match="CUDA"):
+    with loader_of(UsesCuda(80), AMPLE_NBYTES) as loader, pytest.raises(shmloader.LoaderError, match="CUDA"):
         list(loader)
 
 
@@ -271,7 +289,7 @@ def test_a_dataset_that_the_program_has_changed_meanwhile_is_an_error() -> None:
     """The old worker has the one of its start, as with torch."""
     dataset = leaking.Around(Leaking(400, LEAK_NBYTES), 1)
     with (
-        loader_of(dataset, persistent_workers=True) as loader,
+        loader_of(dataset, persistent_workers=True, **SMALL) as loader,
         pytest.raises(
             shmloader.LoaderError, match=r"Around\.extra is 2 in a worker that replaces one .* it is 1"
         ),
@@ -317,8 +335,8 @@ class WithProxy(Leaking):
 
 
 def test_a_dataset_may_hold_objects_that_make_up_their_attributes() -> None:
-    dataset = WithProxy(80, LEAK_NBYTES)
+    dataset = WithProxy(160, LEAK_NBYTES)
     dataset.proxy = Proxy()
     with loader_of(dataset, **SMALL) as loader:
-        assert values(loader) == values(loader_of(Leaking(80), None, **SMALL))
+        assert values(loader) == values(loader_of(Leaking(160), None, **SMALL))
         assert loader.statistics().workers_renewed > 0

@@ -10,6 +10,7 @@ from loading import Ends, Numbered
 from shmloader import DataLoader, WorkerDied
 
 
+@pytest.mark.usefixtures("late_exit_codes")
 def test_they_answer_after_the_end_and_hold_no_descriptor(start_method: str) -> None:
     with DataLoader(Numbered(8), num_workers=2, multiprocessing_context=start_method) as loader:
         iterator = iter(loader)

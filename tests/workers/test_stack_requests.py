@@ -1,21 +1,28 @@
 """A stack is requested only if the worker can answer, and a caught timeout has no effect."""
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from loading import Numbered, Sleeps
+from loading import HeldAt, Numbered
 
 from shmloader import DataLoader, WorkerTimeout
 from shmloader.failures.stacks import StackFile, answers
 
 
-def test_a_spawned_worker_outlives_timeouts_while_it_starts() -> None:
+def test_a_spawned_worker_outlives_timeouts_while_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such a worker has no handler yet: the request for its stack would end it."""
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(2)")  # of the worker
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with DataLoader(
         Numbered(4), num_workers=1, multiprocessing_context="spawn", timeout=0.3, batch_size=2
     ) as loader:
@@ -36,19 +43,47 @@ def test_a_spawned_worker_outlives_timeouts_while_it_starts() -> None:
 
 def test_timeouts_of_a_worker_that_lives_are_no_deaths() -> None:
     """A worker with its handler reports its stack each time."""
-    with DataLoader(Sleeps(4, 1.5, at=1), batch_size=1, num_workers=1, timeout=0.3) as loader:
+    dataset = HeldAt(4, at=1)
+    with DataLoader(dataset, batch_size=1, num_workers=1, timeout=0.3) as loader:
         iterator = iter(loader)
-        batches, timeouts = [], []
-        while len(batches) < 4:
-            try:
-                batches.append(int(next(iterator)[0, 0]))
-            except WorkerTimeout as error:
-                if len(batches) == 1:  # a busy machine may let others come late, too
-                    timeouts.append(str(error))
+        batches, timeouts = [_next_in_time(iterator)], []
+        assert dataset.inside.wait(60)
+        for _ in range(2):
+            with pytest.raises(WorkerTimeout) as caught:
+                next(iterator)
+            timeouts.append(str(caught.value))
+        dataset.released.set()
+        batches += [_next_in_time(iterator) for _ in range(3)]
     assert batches == [0, 1, 2, 3]
-    assert len(timeouts) >= 2
     assert not [text for text in timeouts if "have ended" in text]
     assert all("__getitem__" in text for text in timeouts)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_batch_that_comes_while_the_stack_is_asked_for_is_returned(
+    restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stack would be that of a worker that waits for a task."""
+    dataset = HeldAt(2, at=0)
+    options = {"batch_size": 1, "num_workers": 1, "timeout": 0.3, "worker_restarts": restarts}
+    with DataLoader(dataset, **options) as loader:
+        iterator = iter(loader)
+
+        def answer_meanwhile(_: int) -> str:
+            dataset.released.set()
+            assert select.select([iterator._all_workers.workers[0].answers_fd], [], [], 60)[0]
+            return "a stack"
+
+        monkeypatch.setattr(iterator._all_workers, "stack_of", answer_meanwhile)
+        assert [int(batch[0, 0]) for batch in iterator] == [0, 1]
+        assert loader.statistics().worker_restarts == 0
+
+
+def _next_in_time(iterator: Any) -> int:
+    """The sample of the next batch, however long a busy machine takes for it."""
+    while True:
+        with contextlib.suppress(WorkerTimeout):
+            return int(next(iterator)[0, 0])
 
 
 def test_a_process_without_a_handler_is_left_alone() -> None:

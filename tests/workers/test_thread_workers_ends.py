@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import os
@@ -18,9 +17,10 @@ import loading
 import pytest
 import torch
 from thread_datasets import Gated
-from thread_loaders import threads, workers_alive
+from thread_loaders import join_workers, threads, workers_alive
 from torch.utils.data import default_collate
 from warm_python import warm_python
+from when_waiting import when_waiting
 
 from shmloader import DataLoader, LoaderClosed, WorkerDied
 from shmloader.workers.threads import ThreadLink
@@ -73,9 +73,11 @@ def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None]) -> None:
     loader = threads(loading.Numbered(40), batch_size=2, num_workers=3)
     sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]
     end(loader)
+    join_workers()
     assert threading.active_count() == before
     loader.batch_sampler.sampler = sampler  # type: ignore[union-attr]
     assert torch.cat(list(loader))[:, 0].tolist() == list(range(40))
+    join_workers()
     assert threading.active_count() == before
 
 
@@ -100,6 +102,7 @@ def test_persistent_threads_stay_until_the_loader_is_closed() -> None:
             epochs.append(set(workers_alive()))
         assert epochs[0] == epochs[1] == epochs[2]
         assert len(epochs[0]) == 2
+    join_workers()
     assert not workers_alive()
 
 
@@ -114,7 +117,10 @@ def test_close_does_not_wait_for_a_slow_sample(items: int) -> None:
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 30  # the sample would take for ever
-    (slow,) = workers_alive()
+    deadline = time.monotonic() + 30
+    while len(alive := workers_alive()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (slow,) = alive
     with pytest.raises(LoaderClosed, match=r"loader\.close\(\) was called"):
         next(iterator)
     del iterator
@@ -146,8 +152,7 @@ def test_a_thread_that_ends_late_has_its_memory_to_itself() -> None:
     with threads(loading.Numbered(4), batch_size=2, num_workers=1) as other:
         batches = list(other)
         go.set()
-        for thread in workers_alive():
-            thread.join(60)
+        join_workers()
         assert torch.cat(batches)[:, 0].tolist() == [0, 1, 2, 3]
     assert seen[0][:, :3].tolist() == [[0, 77, 0], [1, 77, 1]]
     del iterator
@@ -173,32 +178,26 @@ def test_close_by_another_thread_wakes_the_one_that_waits() -> None:
     assert not waiter.is_alive()
     assert len(caught) == 1
     dataset.gate.set()
-    for thread in workers_alive():
-        thread.join(60)
+    join_workers()
 
 
 def test_an_interrupt_while_waiting_loses_nothing() -> None:
     """next() raises KeyboardInterrupt, and the next call goes on."""
     dataset = Gated(6, at=2)
-    with threads(dataset, batch_size=1, num_workers=2) as loader:
+    with threads(dataset, batch_size=1, num_workers=1) as loader:  # no other's batch ends the wait
         iterator = iter(loader)
         seen = [next(iterator), next(iterator)]
         assert dataset.inside.wait(60)
         main = threading.get_ident()
-        timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-        timer.start()
+        interrupting = when_waiting(iterator, lambda: signal.pthread_kill(main, signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             next(iterator)
-        timer.join()
+        interrupting.join()
         dataset.gate.set()
         seen += iterator
         assert torch.cat(seen)[:, 0].tolist() == list(range(6))
 
 
-# It may come while the traceback of the first is made, for which a source file is read.
-@pytest.mark.filterwarnings(
-    r"ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning"
-)
 def test_a_thread_that_ends_is_an_error_with_its_reason() -> None:
     """Only an exception from outside can end a thread. next() does not hang then."""
     with threads(loading.Numbered(10_000), batch_size=1, num_workers=2) as loader:
@@ -206,15 +205,20 @@ def test_a_thread_that_ends_is_an_error_with_its_reason() -> None:
         next(iterator)
         victim = next(thread for thread in workers_alive() if thread.name.endswith("1"))
         with pytest.raises(WorkerDied, match=r"thread 'shmloader-worker-1'.*_Stop") as caught:
-            for _ in range(10_000):
-                if victim.is_alive():
+            due = 0  # a second one, while the thread ends by the first, would be in nobody's hands
+            for number in range(10_000):
+                if number == due:
+                    due += 500
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(victim.ident or 0), ctypes.py_object(_Stop)
                     )
-                with contextlib.suppress(_Stop):  # it came while a batch was made
+                try:
                     next(iterator)
+                except _Stop:  # it came while a batch was made
+                    due = number + 1
         assert caught.value.worker_id == 1
         assert isinstance(caught.value.__cause__, _Stop)
+    join_workers()
     assert not workers_alive()
 
 
@@ -236,16 +240,18 @@ import threading, time, sys
 import torch
 from shmloader import DataLoader
 
+inside = threading.Event()
+
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 4
     def __getitem__(self, index):
-        if index == 1: print("inside", flush=True); time.sleep(600)
+        if index == 1: print("inside", flush=True); inside.set(); time.sleep(600)
         return index
 
 loader = DataLoader(Slow(), num_workers=2, worker_type="thread")
 iterator = iter(loader)
 next(iterator)
-time.sleep(0.5)
+inside.wait()
 print("the end", flush=True)
 """
 
@@ -300,6 +306,7 @@ def test_restarting_is_refused_when_it_is_set_late() -> None:
     loader.worker_restarts = 1
     with pytest.raises(ValueError, match="worker_restarts"):
         iter(loader)
+    join_workers()
     assert not workers_alive()
 
 
