@@ -6,7 +6,7 @@ import subprocess
 import time
 from typing import NamedTuple
 
-from shmloader.memory.process_memory import tree_pss_nbytes
+from shmloader.monitor.processes import ProcessTree
 
 
 class MemorySample(NamedTuple):
@@ -19,9 +19,10 @@ class MemorySample(NamedTuple):
 def sample_until_exit(process: subprocess.Popen[bytes], interval_s: float) -> list[MemorySample]:
     """Samples the tree of a child process at a steady pace until that ends; empty without PSS."""
     samples: list[MemorySample] = []
+    tree = ProcessTree([process.pid])
     while process.poll() is None:
         started_s = time.monotonic()
-        pss_nbytes = tree_pss_nbytes(process.pid)
+        pss_nbytes = sum(one.pss_nbytes for one in tree.read())
         if pss_nbytes:
             samples.append(MemorySample(started_s, pss_nbytes))
         try:

@@ -54,7 +54,12 @@ def patch_ray(patches: Patches) -> None:
     patches.wrap(wrapper, "__iter__", _iter)
     patches.wrap(wrapper, "__next__", _next)
     for name in _OF_INSIDE:
-        patches.replace(wrapper, name, _OfInside(name))
+        patches.replace(wrapper, name, _of_inside(name))
+
+
+def _of_inside(name: str) -> property:
+    """A method of the loader inside Ray's wrapper, as the wrapper's own."""
+    return property(lambda wrapper: getattr(vars(wrapper)[_INSIDE], name))
 
 
 def _prepare(prepare: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,14 +97,3 @@ def _iter(iterate: Any, wrapper: Any) -> Any:
 def _next(following: Any, wrapper: Any) -> Any:
     reading: Reading | None = vars(wrapper).get(_READING)  # None if it has begun before install()
     return following(wrapper) if reading is None else reading.next(lambda: following(wrapper))
-
-
-class _OfInside:
-    """A method of the loader inside Ray's wrapper, as the wrapper's own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, wrapper: Any, owner: type | None = None) -> Any:
-        """The method; an AttributeError if the loader has none."""
-        return self if wrapper is None else getattr(vars(wrapper)[_INSIDE], self._name)

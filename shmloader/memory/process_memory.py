@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-
-_ATTEMPTS = 3
-
 
 def read_memory(pid: int) -> dict[str, int]:
     """Read a process's memory by kind, as ``/proc/PID/smaps_rollup`` names it.
@@ -35,20 +31,3 @@ def private_nbytes(pid: int) -> int:
     found = read_memory(pid)
     # Pages of shared memory that no other process has touched are private too, but not anonymous.
     return min(found.get("Anonymous", 0), found.get("Private_Dirty", 0)) + found.get("SwapPss", 0)
-
-
-def tree_pss_nbytes(root_pid: int) -> int:
-    """The PSS of a process and all its descendants; 0 if nothing can be read."""
-    known: list[int] = []
-    # A process that ends between two readings takes with it what the others have already split with
-    # it, and the sum is too low. So look again, but not for ever: a zombie stays unreadable.
-    for _ in range(_ATTEMPTS):
-        try:
-            descendants = psutil.Process(root_pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return 0
-        readings = [read_memory(pid).get("Pss") for pid in (root_pid, *(child.pid for child in descendants))]
-        known = [reading for reading in readings if reading is not None]
-        if len(known) == len(readings):
-            break
-    return sum(known)

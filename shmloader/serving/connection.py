@@ -5,24 +5,20 @@ from __future__ import annotations
 import socket
 
 from shmloader.host_sockets import not_inherited, send_descriptors
-from shmloader.serving.roster import Join, Reader
+from shmloader.slots import ByteArray
 from shmloader.store.host_server import peer_of
 
 
-class Connection(Reader):
+class Connection:
     """A process that is connected: a reader, while it is in the roster."""
 
     def __init__(self, end: socket.socket) -> None:
-        super().__init__()
+        self.held: dict[int, ByteArray] = {}  # what it has not let go: leases on slots, by ``seq``
         self.end = not_inherited(end)
         self.pid, self.uid = peer_of(end)
         self.request = 0  # the number of its last one for an epoch
         self.unsent: list[bytes] = []
         self.was_let_go = False  # it is served no more; what it holds stays until it closes its end
-
-    def greet(self, join: Join) -> None:
-        """Note how it has introduced itself."""
-        self.join = join
 
     def note_request(self, number: int) -> None:
         """Note that it has asked for an epoch."""

@@ -6,33 +6,12 @@ behind by what was made and it has not asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, Literal, TypeVar
-
-from shmloader.slots import ByteArray
 
 Policy = Literal["wait", "drop"]
 Join = Literal["now", "next"]
-
-
-class Reader:
-    """One reader, as the server knows it. How far it is, its `Roster` knows."""
-
-    def __init__(self, join: Join = "next") -> None:
-        self.join = join
-        self.held: dict[int, ByteArray] = {}  # what it has not let go: leases on slots, by ``seq``
-
-    def let_go(self, seqs: tuple[int, ...]) -> None:
-        """Hold some things no longer. The last reader's lease on a slot frees it."""
-        for seq in seqs:
-            self.held.pop(seq, None)
-
-    def let_all_go(self) -> None:
-        """Hold nothing: it has ended."""
-        self.held.clear()
-
-
-AnyReader = TypeVar("AnyReader", bound=Reader)
+AnyReader = TypeVar("AnyReader", bound=Hashable)
 
 
 class Roster(Generic[AnyReader]):
@@ -58,6 +37,7 @@ class Roster(Generic[AnyReader]):
         self.active: dict[AnyReader, int] = {}
         self.waiting: dict[AnyReader, int | None] = {}
         self.epochs: dict[AnyReader, int] = {}
+        self._joins: dict[AnyReader, Join] = {}
         self._complete = readers is None  # whether as many were there once
 
     def __iter__(self) -> Iterator[AnyReader]:
@@ -71,11 +51,11 @@ class Roster(Generic[AnyReader]):
         """Whether all readers that there may be have come, and left."""
         return self.readers is not None and self._complete and not self.epochs
 
-    def add(self, reader: AnyReader) -> bool:
-        """Add a reader; False if there are as many as there may be."""
+    def add(self, reader: AnyReader, join: Join) -> bool:
+        """Add a reader; False if there are as many as there may be. For ``join`` see `ask`."""
         if self.readers is not None and len(self) >= self.readers:
             return False
-        self.epochs[reader] = -1
+        self.epochs[reader], self._joins[reader] = -1, join
         self._complete = self._complete or len(self) == self.readers
         return True
 
@@ -83,6 +63,7 @@ class Roster(Generic[AnyReader]):
         """Remove a reader, which has ended or is let go."""
         self.leave(reader)
         self.epochs.pop(reader, None)
+        self._joins.pop(reader, None)
 
     @property
     def tell_every(self) -> int:
@@ -97,7 +78,7 @@ class Roster(Generic[AnyReader]):
         It does with ``join="now"``, with the next batch, unless it has left this epoch.
         """
         self.leave(reader)
-        if reader.join == "now" and self.active and self.epochs[reader] != self.epoch:
+        if self._joins[reader] == "now" and self.active and self.epochs[reader] != self.epoch:
             self.epochs[reader], self.active[reader] = self.epoch, self.made
             return True
         self.waiting[reader] = wants

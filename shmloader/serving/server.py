@@ -1,6 +1,6 @@
 """`serve`: the process that iterates over a loader for others, in one thread without locks.
 
-iterator.next() ──▶ Source: where the batch lies ──▶ Reader.held: the lease, while any reader holds it
+iterator.next() ──▶ Source: where the batch lies ──▶ Connection.held: the lease, while any reader holds it
 │ STORED to each reader in the epoch
 Roster: who may have how many  ◀── NEXT, ASK, LEAVE ────┘ maps the slot, reads, lets go
 """
@@ -181,11 +181,9 @@ class Server:
 
     def _greet(self, connection: Connection, its: dict[str, Any]) -> None:
         why = meeting.why_refused(self._about, its, self._name)
-        if why is None:
-            connection.greet("now" if its["join"] == "now" else "next")
-            if not self._roster.add(connection):
-                pids = ", ".join(str(reader.pid) for reader in self._roster)
-                why = f"{self._name!r} has its {self._roster.readers} readers already: processes {pids}"
+        if why is None and not self._roster.add(connection, its["join"]):
+            pids = ", ".join(str(reader.pid) for reader in self._roster)
+            why = f"{self._name!r} has its {self._roster.readers} readers already: processes {pids}"
         if why is not None:
             connection.send(bytes([records.REFUSED]) + why.encode())
             self._end(connection)
@@ -208,14 +206,15 @@ class Server:
         connection.end.close()
         self._loads.pop(connection, None)
         self._roster.remove(connection)
-        connection.let_all_go()
+        connection.held.clear()
 
     # --- requests
 
     def _answer(self, connection: Connection, message: bytes) -> None:
         request = records.unpack_request(message)
         kind, value = request.kind, request.value
-        connection.let_go(request.released)
+        for seq in request.released:  # the last reader's lease on a slot frees it
+            connection.held.pop(seq, None)
         if kind != records.STATE:
             self._moved_s = time.monotonic()
         if kind == records.NEXT:

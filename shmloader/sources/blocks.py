@@ -127,7 +127,7 @@ def _array_of_rows(data: Array) -> tuple[Array, torch.dtype]:
             f"the rows of an array of shape {array.shape}, strides {array.strides} are not contiguous. Pass "
             "np.ascontiguousarray(array)"
         )
-    dtype = joined_dtype(array)
+    dtype = joined_dtype(array.dtype, array.ndim)
     if dtype is None:
         raise NotGathered(
             f"torch joins single rows of {array.dtype} to another dtype, or refuses them. Pass an array of a "
@@ -136,19 +136,14 @@ def _array_of_rows(data: Array) -> tuple[Array, torch.dtype]:
     return array, dtype
 
 
-def joined_dtype(array: Array) -> torch.dtype | None:
-    """The dtype that ``default_collate`` gives the rows of an array; None if it is not the array's own."""
-    code = CODE_OF_NUMPY_DTYPE.get(array.dtype)
-    if code is None:
-        return None
-    dtype = DTYPES[code].torch_dtype
-    return dtype if array.ndim > 1 or _dtype_of_joined_scalars(array.dtype) is dtype else None
-
-
 @functools.lru_cache(maxsize=64)
-def _dtype_of_joined_scalars(dtype: np.dtype[Any]) -> torch.dtype | None:
+def joined_dtype(dtype: np.dtype[Any], ndim: int) -> torch.dtype | None:
+    """The dtype that ``default_collate`` gives an array of rows; None if it is not the array's own."""
+    code = CODE_OF_NUMPY_DTYPE.get(dtype)
+    if code is None or ndim > 1:
+        return None if code is None else DTYPES[code].torch_dtype
     try:
         joined: torch.Tensor = default_collate([np.zeros((), dtype)[()]] * 2)
     except (TypeError, ValueError, RuntimeError):
         return None
-    return joined.dtype
+    return joined.dtype if joined.dtype is DTYPES[code].torch_dtype else None

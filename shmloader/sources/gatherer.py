@@ -16,7 +16,7 @@ from shmloader.indices.packed_indices import PackedInts, Run
 from shmloader.sources.base import NOT_GATHERED, NotGathered, Rows, Source, array_of, own_memory
 from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
-from shmloader.sources.tables import StoreRows, has_columns, hugging_face_rows
+from shmloader.sources.tables import has_columns, hugging_face_rows, store_rows
 from shmloader.store_hooks import hooks
 from shmloader.torch_private import collate_fn_map, is_torchs_collation, unavailable, why_missing
 
@@ -45,7 +45,7 @@ def recognise(dataset: Any, *, in_worker: bool) -> Source:
             "give a batch at once"
         )
     if hooks.takes_rows(dataset):
-        return Source(StoreRows(dataset).gather)
+        return store_rows(dataset)
     if has_columns(dataset):
         return hugging_face_rows(dataset)
     name = type(dataset).__qualname__

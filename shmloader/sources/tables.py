@@ -11,95 +11,29 @@ import torch
 from torch.utils.data import default_collate
 
 from shmloader.codec.array_kinds import kind_of_tensor
-from shmloader.codec.layout import CODE_OF_NUMPY_DTYPE, CODE_OF_TORCH_DTYPE, DTYPES
-from shmloader.codec.slot_allocator import SlotAllocator, current_allocator
+from shmloader.codec.slot_allocator import current_allocator
 from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, within
 from shmloader.sources.blocks import joined_dtype
 
-_SCALARS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
 
-_Form = Any
-"""The outputs that rows fit in: shape and dtype of one, or a dict of forms. None if a row fits in none; False
-if rows have differed, in their shapes for example."""
+def store_rows(store: Any) -> Source:
+    """The source for a store of any kind, by its ``take``, which asks for a leaf when it knows its shape."""
 
-
-class StoreRows:
-    """Rows of a store of any kind, by its ``take``; see `Source`.
-
-    A row shows what outputs have to be like, and is asked for again only when rows do not fit in them.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._kind: Any = None  # of the row that was looked at
-        self._form: _Form = None
-        self._fields: list[StoreRows] = []  # of tuples of one class and length
-
-    def gather(self, rows: Rows) -> Any:
-        """The batch of these rows; its leaves are in the slot if there is one."""
-        rows = within(rows, len(self._store))
-        if self._kind is None:
-            self._look_at(rows)
-        if self._fields:
-            return _as_record(self._kind, [field.gather(rows) for field in self._fields])
+    def gather(rows: Rows) -> Any:
         # Without a slot there are no outputs: tensors that a store has written to cannot be resized.
-        allocator = current_allocator()
-        taken = None if allocator is None else self._taken_to(allocator, rows)
-        return _join_taken(self._store.take(rows) if taken is None else taken)
+        out = None if current_allocator() is None else _leaf
+        return _join_taken(store.take(within(rows, len(store)), out))
 
-    def _taken_to(self, allocator: SlotAllocator, rows: Rows) -> Any:
-        """The rows, gathered into outputs in the slot; None if they fit in no outputs."""
-        begin, form = allocator.cursor, None
-        while form != self._form and (outs := _outputs(self._form, len(rows))) is not None:
-            try:
-                return self._store.take(rows, outs)
-            except TypeError:
-                allocator.go_back(begin)
-                form = self._form
-                self._look_at(rows)
-        return None
-
-    def _look_at(self, rows: Rows) -> None:
-        """Learn from the first of some rows."""
-        sample = self._store.row(int(rows[0]))
-        if isinstance(sample, tuple) and hasattr(self._store, "tuple_length"):
-            self._fields = [StoreRows(self._store.column(n)) for n in range(self._store.tuple_length())]
-        self._kind, self._form = type(sample), _common(self._form, _form_of(sample))
+    return Source(gather)
 
 
-def _form_of(sample: Any) -> _Form:
-    kind = type(sample)
-    if kind is dict:
-        return {name: _form_of(value) for name, value in sample.items()}
-    if kind in _SCALARS:
-        return (), _SCALARS[kind]
-    if kind is torch.Tensor and sample.dtype in CODE_OF_TORCH_DTYPE:
-        return tuple(sample.shape), sample.dtype
-    if kind is np.ndarray and sample.dtype in CODE_OF_NUMPY_DTYPE and sample.flags.c_contiguous:
-        return sample.shape, DTYPES[CODE_OF_NUMPY_DTYPE[sample.dtype]].torch_dtype
-    return None
-
-
-def _common(known: _Form, new: _Form) -> _Form:
-    """The form of rows of two forms."""
-    if isinstance(known, dict) and isinstance(new, dict) and known.keys() == new.keys():
-        return {name: _common(form, new[name]) for name, form in known.items()}
-    if isinstance(known, dict) or isinstance(new, dict):
-        return new
-    if known is None or new is None:
-        return new if known is None else known
-    return known if known == new else False
-
-
-def _outputs(form: _Form, count: int) -> Any:
-    """Outputs of a form: a tensor, a dict of those that there are, or None."""
-    if isinstance(form, dict):
-        outs = {name: _outputs(inner, count) for name, inner in form.items()}
-        return {name: out for name, out in outs.items() if out is not None} or None
-    return make_output(count, *form) if form else None
+def _leaf(shape: Sequence[int], dtype: np.dtype[Any], torch_dtype: torch.dtype | None) -> torch.Tensor | None:
+    """An output for rows of a store; None if torch joins rows of this dtype to another one."""
+    joined = torch_dtype or joined_dtype(dtype, len(shape))
+    return None if joined is None else make_output(shape[0], shape[1:], joined)
 
 
 def _join_taken(taken: Any) -> Any:
@@ -108,7 +42,7 @@ def _join_taken(taken: Any) -> Any:
     if kind is torch.Tensor:
         return taken if current_allocator() is not None else taken.clone()
     if kind is np.ndarray:
-        if joined_dtype(taken) is None:
+        if joined_dtype(taken.dtype, taken.ndim) is None:
             raise NotGathered(f"torch joins single rows of {taken.dtype} to another dtype, or refuses them")
         array = np.ascontiguousarray(taken)
         return torch.from_numpy(array) if current_allocator() is not None else torch.tensor(array)
@@ -173,7 +107,7 @@ def _join(column: Any, count: int) -> Any:
         if kind_of_tensor(column) is not None and (column.dim() < 4 or column.is_contiguous()):
             return make_output(count, column.shape[1:], column.dtype).copy_(column)
     elif type(column) is np.ndarray:
-        dtype = joined_dtype(column)
+        dtype = joined_dtype(column.dtype, column.ndim)
         if dtype is not None and column.flags.c_contiguous:
             if current_allocator() is None:
                 return torch.tensor(column)

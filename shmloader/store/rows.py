@@ -18,7 +18,7 @@ from shmloader.store.columns.kind import MOST_BUILT, Block, MakeView, Origin, bl
 from shmloader.store.columns.values import Pickles
 from shmloader.store.description import StoreDescription, describe_columns, listed
 from shmloader.store.sealed_buffer import SharedBuffer
-from shmloader.store.take import ColumnGatherer, shape_of_rows
+from shmloader.store.take import ColumnGatherer
 from shmloader.store.views import DictView, ListView, Pairs
 
 
@@ -177,12 +177,6 @@ class RowStore(Store):
     def buffer(self) -> SharedBuffer:
         """The memory; of several files that of the first one."""
         return self.chunks.memories[0]
-
-    def tuple_length(self) -> int:
-        """The length of the rows where all are tuples of one class and length; else 0."""
-        shapes = set(map(shape_of_rows, self._column.arrays()))
-        kind, names = shapes.pop() if len(shapes) == 1 else (None, ())
-        return 0 if kind is dict else len(names)
 
     def take(self, indices: Any, out: Any = None) -> Any:
         """Some rows, gathered by columns where all their fields can be."""

@@ -53,7 +53,11 @@ class ColumnGatherer:
         return self._direct.gather_directly(indices, out)
 
     def __call__(self, rows: Rows, out: Any = None) -> Any:
-        """Gather rows, numbered from 0 on; see `Store.take`."""
+        """Gather rows, numbered from 0 on; see `Store.take`.
+
+        ``out`` may also be a function that makes the output of each column, or makes None. It is given the
+        shape, the NumPy dtype, and torch's if rows are tensors.
+        """
         if self._gather is None:
             return [] if out is None else out
         if 0 < len(rows) < _ROWS_WORTH_A_CALL:
@@ -66,7 +70,7 @@ class ColumnGatherer:
 def _gather_of(column: Column) -> _Gather:
     """The function that gathers a column: of records, of items, or of values that are read one by one."""
     arrays = column.arrays()
-    (of, names), *others = set(map(shape_of_rows, arrays))
+    (of, names), *others = set(map(_shape_of_rows, arrays))
 
     def by_rows(rows: Rows, chunk_of: Rows, out: Any) -> Any:
         return join(list(map(column, rows.tolist())), out)
@@ -75,7 +79,7 @@ def _gather_of(column: Column) -> _Gather:
         fields = {name: _gather_of(column.field(name)) for name in names}
 
         def gather_records(rows: Rows, chunk_of: Rows, out: Any) -> Any:
-            outs = outputs_by_name(out, fields)
+            outs = _outputs_by_name(out, fields)
             return {name: gather(rows, chunk_of, outs[name]) for name, gather in fields.items()}
 
         return gather_records
@@ -84,9 +88,9 @@ def _gather_of(column: Column) -> _Gather:
         items = [_gather_of(column.field(place)) for place in range(len(names))]
 
         def gather_tuples(rows: Rows, chunk_of: Rows, out: Any) -> Any:
-            if out is not None:
+            if _is_memory(out):
                 return by_rows(rows, chunk_of, out)
-            return tuple.__new__(kind, [gather(rows, chunk_of, None) for gather in items])
+            return tuple.__new__(kind, [gather(rows, chunk_of, out) for gather in items])
 
         return gather_tuples
     return _items_of(arrays, column.chunks) or by_rows
@@ -130,8 +134,9 @@ class _Items:
             is_there = self._valid.gather(rows, chunk_of, np.empty(len(rows), np.bool_))
             missing = np.flatnonzero(~is_there).tolist()
         is_array = self._block.stacks and not missing
-        if out is not None and not is_array:
+        if not is_array and _is_memory(out):
             raise TypeError(_MISFIT.format([None] if missing else [[...]]))
+        out = _given(out, shape, kind) if is_array else None
         target = np.empty(shape, kind.dtype) if out is None else output_array(out, shape, kind)
         self._items.gather(rows, chunk_of, target)
         if out is not None:
@@ -292,7 +297,7 @@ def _items_of(columns: list[Any], chunks: Chunks) -> _Items | None:
     return _Items(blocks[0], _Pieces(blocks, chunks), nulls)
 
 
-def shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
+def _shape_of_rows(column: Any) -> tuple[Any, tuple[str, ...]]:
     """The kind of rows that all have the same fields, and these fields; None for other rows.
 
     The kind is ``dict``, ``tuple``, or the name of a class.
@@ -312,20 +317,21 @@ def join(samples: list[Any], out: Any) -> Any:
         first = samples[0]
         # Of a subclass (an OrderedDict, a defaultdict) columns would not say that the rows are of it.
         if type(first) is dict and len({tuple(sample) for sample in samples}) == 1:
-            outs = outputs_by_name(out, first)
+            outs = _outputs_by_name(out, first)
             return {name: join([sample[name] for sample in samples], outs[name]) for name in first}
-        plain = out is None and (type(first) is tuple or is_plain_namedtuple(type(first)))
+        plain = not _is_memory(out) and (type(first) is tuple or is_plain_namedtuple(type(first)))
         if plain and len(set(map(len, samples))) == 1:
-            columns = [join(list(column), None) for column in zip(*samples, strict=True)]
+            columns = [join(list(column), out) for column in zip(*samples, strict=True)]
             return tuple.__new__(type(first), columns)
         stacked = _stack(samples, first)
         if stacked is not None:
             array, kind = stacked
+            out = _given(out, array.shape, kind)
             if out is None:
                 return wrap_array(array, kind)
             output_array(out, array.shape, kind)[...] = array
             return out
-    if out is not None:
+    if _is_memory(out):
         raise TypeError(_MISFIT.format(samples[:1]))
     return samples
 
@@ -348,6 +354,15 @@ def _stack(samples: list[Any], first: Any) -> tuple[Array, ArrayKind] | None:
     if kind.torch_dtype is not None:
         return array_of_tensor(torch.stack(samples), kind.dtype), kind
     return np.stack(samples, dtype=kind.dtype), kind  # by itself it would choose the machine's byte order
+
+
+def _is_memory(out: Any) -> bool:
+    return out is not None and not callable(out)
+
+
+def _given(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Any:
+    """The output for rows of a kind, made if ``out`` is a function."""
+    return out(shape, kind.dtype, kind.torch_dtype) if callable(out) else out
 
 
 def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
@@ -377,11 +392,11 @@ def output_array(out: Any, shape: tuple[int, ...], kind: ArrayKind) -> Array:
     )
 
 
-def outputs_by_name(out: Any, names: Iterable[str]) -> Mapping[str, Any]:
+def _outputs_by_name(out: Any, names: Iterable[str]) -> Mapping[str, Any]:
     """The outputs for a record's columns; None for those that are not given."""
     names = tuple(names)
-    if out is None:
-        return dict.fromkeys(names)
+    if not _is_memory(out):
+        return dict.fromkeys(names, out)
     if not isinstance(out, Mapping) or set(out) - set(names):
         raise TypeError(f"records are gathered into a dict of outputs, with some of the keys {names}")
     return {name: out.get(name) for name in names}

@@ -1,7 +1,7 @@
 """The index of one tar archive: where the members of each sample lie. Made once, and kept in a file.
 
-Headers are read by Python's ``tarfile``. It stops in silence at a header that it cannot read, and follows
-sizes wherever they lead. So each step is checked, and that the archive ends where it says.
+Headers are read by Python's ``tarfile``, which follows sizes wherever they lead, and does not look behind the
+end. So each member is checked, and that the archive ends where it says.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shmloader.errors import ArchiveError, warn, warn_once
+from shmloader.errors import ArchiveError, warn_once
 from shmloader.indices.packed_indices import IntArray
 
 _VERSION = 1
 _DIGESTED_NBYTES = 1 << 16  # at either end of an archive
-_ZEROS = bytes(tarfile.BLOCKSIZE)
 
 
 class ArchiveIndex(NamedTuple):
@@ -91,24 +90,9 @@ def _read(kept: Path, identity: Identity) -> ArchiveIndex | None:
             if head["version"] != _VERSION or Identity(*head["identity"]) != identity:
                 return None
             numbers = [file[name].astype(np.int64, casting="safe") for name in ArchiveIndex._fields[1:6]]
-            index = ArchiveIndex._make(
-                [file["keys"].tobytes(), *numbers, tuple(map(str, head["extensions"]))]
-            )
+            return ArchiveIndex._make([file["keys"].tobytes(), *numbers, tuple(map(str, head["extensions"]))])
     except Exception:  # noqa: BLE001 - it is made anew, whatever is wrong with it
         return None
-    return index if _is_whole(index, identity.size) else None
-
-
-def _is_whole(index: ArchiveIndex, size: int) -> bool:
-    key_ends, member_ends, members = index.key_ends, index.member_ends, len(index.offsets)
-    plain = all(array.ndim == 1 for array in index[1:6])
-    if not (plain and len(key_ends) == len(member_ends) and len(index.sizes) == len(index.kinds) == members):
-        return False
-    for ends, total in ((key_ends, len(index.keys)), (member_ends, members)):
-        if (np.diff(ends, prepend=0) <= 0).any() or (ends[-1] if len(ends) else 0) != total:
-            return False
-    inside = (index.offsets >= 0) & (index.sizes >= 0) & (index.sizes <= size - index.offsets)
-    return bool(inside.all() and ((index.kinds >= 0) & (index.kinds < len(index.extensions))).all())
 
 
 def _keep(index: ArchiveIndex, identity: Identity, kept: Path, mode: int) -> None:
@@ -139,35 +123,23 @@ def make_index(path: Path) -> ArchiveIndex:
     Raises:
         ArchiveError: If it is damaged or cut off, or has members that are no samples' files or lie outside.
     """
-    keys: dict[str, set[str]] = {}
+    keys: dict[str, None] = {}
     extensions: dict[str, int] = {}
     begins: list[int] = []  # of the samples' members
     numbers = array("q")  # of each member: offset, size, kind
-    others: list[str] = []
-    latest = None
-    for offset, name, data, size in _files(path):
-        key, extension = key_and_extension(name)
-        if not extension:
-            others.append(name)
-            continue
-        if key != latest:
-            if key in keys:
-                raise ArchiveError(
-                    f"{path}, offset {offset:,}: {name!r} belongs to the sample {key!r}, whose other members "
-                    "lie before those of other samples. Let the members of a sample follow each other"
-                )
-            latest, keys[key] = key, set()
-            begins.append(len(numbers) // 3)
-        if extension in keys[key]:
-            raise ArchiveError(f"{path}, offset {offset:,}: the sample {key!r} has two members .{extension}")
-        keys[key].add(extension)
-        numbers.extend((data, size, extensions.setdefault(extension, len(extensions))))
-    if others:
-        warn(
-            f"{path} has {len(others):,} file(s) without an extension, such as {others[0]!r}: they are in no "
-            "sample",
-            UserWarning,
-        )
+    latest = ""
+    with path.open("rb") as file:
+        for offset, key, extension, data, size in members_in(path, file, os.fstat(file.fileno()).st_size):
+            if key != latest:
+                if key in keys:
+                    raise ArchiveError(
+                        f"{path}, offset {offset:,}: {key}.{extension} belongs to the sample {key!r}, whose "
+                        "other members lie before those of other samples. Let the members of a sample follow "
+                        "each other"
+                    )
+                latest, keys[key] = key, None
+                begins.append(len(numbers) // 3)
+            numbers.extend((data, size, extensions.setdefault(extension, len(extensions))))
     texts = [key.encode("utf-8", "surrogateescape") for key in keys]
     key_ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
     ends = np.array([*begins[1:], len(numbers) // 3] if begins else [], np.int64)
@@ -175,12 +147,7 @@ def make_index(path: Path) -> ArchiveIndex:
     return ArchiveIndex._make([b"".join(texts), key_ends, ends, *members, tuple(extensions)])
 
 
-def _files(path: Path) -> Iterator[tuple[int, str, int, int]]:
-    with path.open("rb") as file:
-        yield from files_in(path, file, os.fstat(file.fileno()).st_size)
-
-
-def key_and_extension(name: str) -> tuple[str, str]:
+def _key_and_extension(name: str) -> tuple[str, str]:
     """The key of a file's sample, and its extension in lower case; both empty if it is in no sample."""
     folder, _, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
@@ -189,65 +156,85 @@ def key_and_extension(name: str) -> tuple[str, str]:
     return f"{folder}/{stem}" if folder else stem, extension.lower()
 
 
-def files_in(path: object, file: Any, total: float) -> Iterator[tuple[int, str, int, int]]:
-    """The regular files of an archive: offset of the header, name, offset and size of the data; checked.
+def members_in(path: object, file: Any, total: float) -> Iterator[tuple[int, str, str, int, int]]:
+    """The members of samples: offset of the header, key, extension, offset and size of the data; checked.
 
     Args:
         path: The archive's name, for errors.
-        file: The archive, which is only read forwards, but for the last block.
+        file: The archive, which is only read forwards.
         total: Its length in bytes, or infinity.
     """
-    offset = 0
-    try:
-        archive = tarfile.TarFile(fileobj=file, mode="r")
-        while (member := archive.next()) is not None:
-            end = member.offset_data + max(member.size, 0)
-            if archive.offset <= offset or member.size < 0 or end > total:
-                raise ArchiveError(
-                    f"{path}, offset {member.offset:,}: the member {member.name!r} of {member.size:,} "
-                    f"bytes does not lie in the archive of {total:,} bytes, which is damaged, or cut off"
-                )
-            _check_member(path, member)
-            if member.isreg():
-                yield member.offset, member.name, member.offset_data, member.size
-            offset = archive.offset
-            archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
-    except (ArchiveError, GeneratorExit):
-        raise
-    except Exception as error:  # tarfile's own are of many classes, where a header is damaged
-        hint = "" if total == math.inf else ". TarStream reads archives with compression, which have no index"
-        raise ArchiveError(
-            f"{path}, offset {offset:,}: there is no header of a tar archive ({type(error).__name__}: "
-            f"{error!s:.200}){hint}"
-        ) from error
-    _check_end(path, file, offset)
-
-
-def _check_member(path: object, member: tarfile.TarInfo) -> None:
-    parts = member.name.split("/")
-    if member.name.startswith("/") or ".." in parts or "\0" in member.name:
-        raise ArchiveError(
-            f"{path}, offset {member.offset:,}: {member.name!r} is a path outside of the archive"
-        )
-    if not (member.isreg() or member.isdir()) or member.issparse():
-        raise ArchiveError(
-            f"{path}, offset {member.offset:,}: {member.name!r} is neither a plain file nor a folder (type "
-            f"{member.type!r}): a sample's data must be in the archive itself"
+    latest, extensions = "", set[str]()
+    others: list[str] = []
+    for offset, name, data, size in _files_in(path, file, total):
+        key, extension = _key_and_extension(name)
+        if not key:
+            others.append(name)
+            continue
+        if key != latest:
+            latest, extensions = key, set()
+        if extension in extensions:
+            raise ArchiveError(f"{path}, offset {offset:,}: the sample {key!r} has two members .{extension}")
+        extensions.add(extension)
+        yield offset, key, extension, data, size
+    if others:
+        warn_once(
+            f"{path} has {len(others):,} file(s) without an extension, such as {others[0]!r}: they are in no "
+            "sample"
         )
 
 
-def _check_end(path: object, file: Any, offset: int) -> None:
-    """Check that an archive ends with blocks of zeros, of which `tarfile` does not tell."""
-    file.seek(offset)
-    block = file.read(tarfile.BLOCKSIZE)
-    what = "it is cut off: the block of zeros at its end is missing"
-    if block == _ZEROS:
-        what = ""
-        while block := file.read(1 << 20):
-            if block.strip(b"\0"):
-                what = "further data follows its end, as if another archive was appended"
-                break
-    elif block:
-        what = "there is no header of a tar archive"
-    if what:
-        raise ArchiveError(f"{path}, offset {offset:,}: {what}")
+class _Headers(tarfile.TarFile):
+    """An archive that `tarfile.TarInfo` reads headers from."""
+
+    def next(self) -> None:
+        """Read nothing, when it is opened: this would stop in silence at a header that is damaged."""
+
+
+def _files_in(path: object, file: Any, total: float) -> Iterator[tuple[int, str, int, int]]:
+    """The regular files of an archive: offset of the header, name, offset and size of the data; checked."""
+    archive, offset = _Headers(fileobj=file, mode="r"), 0
+    while True:
+        try:
+            file.seek(offset)
+            member = tarfile.TarInfo.fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # a block of zeros
+            break
+        except ArchiveError:
+            raise
+        except Exception as error:  # tarfile's own are of many classes, where a header is damaged
+            what = "there is no header of a tar archive"
+            if offset and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
+                what = "it is cut off: the block of zeros at its end is missing"
+            hint = ". TarStream reads archives with compression, which have no index"
+            raise ArchiveError(
+                f"{path}, offset {offset:,}: {what} ({type(error).__name__}: {error!s:.200})"
+                f"{hint * (total < math.inf)}"
+            ) from error
+        _check_member(path, member, archive.offset, total)
+        if member.isreg():
+            yield member.offset, member.name, member.offset_data, member.size
+        offset = archive.offset
+    while block := file.read(1 << 20):
+        if block.strip(b"\0"):
+            raise ArchiveError(
+                f"{path}, offset {offset:,}: further data follows its end, as if another archive was appended"
+            )
+
+
+def _check_member(path: object, member: tarfile.TarInfo, end: int, total: float) -> None:
+    why, parts = "", member.name.split("/")
+    if member.size < 0 or end <= member.offset or member.offset_data + member.size > total:
+        why = (
+            f"of {member.size:,} bytes does not lie in the archive of {total:,} bytes, which is damaged, or "
+            "cut off"
+        )
+    elif member.name.startswith("/") or ".." in parts or "\0" in member.name:
+        why = "is a path outside of the archive"
+    elif not (member.isreg() or member.isdir()) or member.issparse():
+        why = (
+            f"is neither a plain file nor a folder (type {member.type!r}): a sample's data must be in the "
+            "archive itself"
+        )
+    if why:
+        raise ArchiveError(f"{path}, offset {member.offset:,}: the member {member.name!r} {why}")

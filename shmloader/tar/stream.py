@@ -7,17 +7,16 @@ import io
 import itertools
 import math
 import os
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 from torch.utils.data import IterableDataset
 
-from shmloader.errors import ArchiveError, warn_once
+from shmloader.errors import ArchiveError
 from shmloader.file_systems import FileSystem, file_system_of
 from shmloader.tar.decoders import Decoder, Members
-from shmloader.tar.index import files_in, key_and_extension
+from shmloader.tar.index import members_in
 
 _READ_NBYTES = 1 << 20  # at a time
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2"}  # by the first bytes of a file
@@ -89,26 +88,20 @@ class TarStream(IterableDataset[dict[str, Any]]):
 
     def _grouped(self, name: str, file: _Forwards) -> Iterator[_Raw]:
         sample: _Raw = "", {}
-        for header, member, begin, nbytes in files_in(name, file, math.inf):
-            key, extension = key_and_extension(member)
-            if not key:
-                warn_once(f"{name} has files without an extension, such as {member!r}: they are in no sample")
-                continue
+        for header, key, extension, begin, nbytes in members_in(name, file, math.inf):
             if key != sample[0]:
                 if sample[0]:
                     yield sample
                 sample = key, {}
-            if extension in sample[1]:
-                raise ArchiveError(
-                    f"{name}, offset {header:,}: the sample {key!r} has two members .{extension}"
-                )
             if self.members.wanted is None or extension in self.members.wanted:
                 file.seek(begin)
                 sample[1][extension] = begin, file.read(nbytes)
             else:
                 file.seek(begin + nbytes)
             if file.tell() < begin + nbytes:
-                raise ArchiveError(f"{name}, offset {header:,}: {member!r} of {nbytes:,} bytes is cut off")
+                raise ArchiveError(
+                    f"{name}, offset {header:,}: {key}.{extension} of {nbytes:,} bytes is cut off"
+                )
         if sample[0]:
             yield sample
 
@@ -166,35 +159,30 @@ class _Samples(Iterator[dict[str, Any]]):
 
 
 class _Forwards:
-    """A file that is read forwards, but for the bytes that were read last: what `files_in` needs."""
+    """A file that is only read forwards: what `members_in` needs."""
 
     def __init__(self, name: str, source: Any) -> None:
-        self._name, self._source = name, source
-        self._place, self._last, self._again = 0, b"", b""
+        self._name, self._source, self._place = name, source, 0
 
     def tell(self) -> int:
         return self._place
 
     def seek(self, place: int) -> None:
-        if place < self._place - len(self._last):
-            raise ArchiveError(f"{self._name}, offset {place:,}: there is no header of a tar archive")
         if place < self._place:
-            self._again, self._place = self._last[place - self._place :], place
+            raise ArchiveError(f"{self._name}, offset {place:,}: there is no header of a tar archive")
         while place > self._place and self.read(min(place - self._place, _READ_NBYTES)):
             pass
 
     def read(self, nbytes: int) -> bytes:
-        parts, self._again = [self._again[:nbytes]], self._again[nbytes:]
-        left = nbytes - len(parts[0])
+        parts, begin = [], self._place
         try:
-            while left > 0 and (part := self._source.read(min(left, _READ_NBYTES))):
+            while (left := begin + nbytes - self._place) > 0:
+                if not (part := self._source.read(min(left, _READ_NBYTES))):
+                    break
                 parts.append(part)
-                left -= len(part)
+                self._place += len(part)
         except (OSError, pa.ArrowException) as error:
             raise ArchiveError(
                 f"{self._name}, offset {self._place:,}: it cannot be read further ({error!s:.300})"
             ) from error
-        found = b"".join(parts)
-        self._place += len(found)
-        self._last = found[-tarfile.BLOCKSIZE :]
-        return found
+        return b"".join(parts)

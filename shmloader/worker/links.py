@@ -10,7 +10,7 @@ import os
 import select
 import time
 from collections import deque
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from shmloader.memory.segment import Descriptor, OwnDescriptor
@@ -70,34 +70,21 @@ class ProcessLink:
         """Do nothing: reading the pipe tells that the main process wants nothing more."""
 
 
-class Wakeup(SimpleQueue[None]):
-    """The queue at which the main process's thread waits for all threads, and if it asks, a descriptor."""
+class Wakeup:
+    """A descriptor that is readable from `ring` to `clear`, and at first; closed when no thread has it."""
 
-    _event: OwnDescriptor | None = None  # an eventfd, readable while an item may be in the queue
+    def __init__(self) -> None:
+        self._event = OwnDescriptor(os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        self.fd = self._event.fd
 
-    def fileno(self) -> int:
-        """A descriptor that is readable from `put` to `clear`; closed when no thread has the queue."""
-        if self._event is None:
-            made = OwnDescriptor(os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
-            event: OwnDescriptor = vars(self).setdefault("_event", made)  # another thread may have made one
-            return event.fd
-        return self._event.fd
-
-    def put(self, item: None, block: bool = True, timeout: float | None = None) -> None:
-        """Wake whoever waits; one item is enough."""
-        if self._event is not None:  # first: who gets the item then clears this too
-            os.eventfd_write(self._event.fd, 1)
-        if self.empty():  # else whoever gets the item looks at the new records too
-            super().put(item)
+    def ring(self) -> None:
+        """Wake whoever waits for it."""
+        os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Take all items; look for records after it. A `put` meanwhile may leave its item."""
-        with contextlib.suppress(Empty):
-            while True:
-                self.get_nowait()
+        """Forget all rings; look for what they told of after it."""
         with contextlib.suppress(BlockingIOError):
-            if self._event is not None:
-                os.eventfd_read(self._event.fd)
+            os.eventfd_read(self.fd)
 
 
 class ThreadLink:
@@ -105,7 +92,7 @@ class ThreadLink:
 
     in_thread = True
 
-    def __init__(self, wakeup: SimpleQueue[None]) -> None:
+    def __init__(self, wakeup: Wakeup) -> None:
         self.requests: SimpleQueue[bytes] = SimpleQueue()
         self.answers: deque[bytes] = deque()
         self.ended = False  # whether the thread has ended
@@ -113,7 +100,7 @@ class ThreadLink:
         self.dataset: Any = None  # a copy for the next epoch, if it is to take a new one
         self.wait_ns = self.received_ns = 0
         self.closed = False  # whether the main process wants nothing more
-        self._wakeup = wakeup  # the main process's thread waits at it
+        self._wakeup = wakeup  # the main process's thread waits for it
 
     def receive(self) -> bytes:
         """The next record; sleeps until there is one."""
@@ -128,7 +115,7 @@ class ThreadLink:
         """Send a record, and wake the main process's thread."""
         self.end_if_closed()
         self.answers.append(record)
-        self._wakeup.put(None)
+        self._wakeup.ring()
 
     def end_if_closed(self) -> None:
         """Raise `BrokenPipeError` once the batches are not wanted: a thread cannot be ended from outside."""
@@ -147,7 +134,7 @@ class ThreadLink:
     def end(self, error: BaseException | None) -> None:
         """Note that the worker ends; called in its thread."""
         self.error, self.ended = error, True
-        self._wakeup.put(None)
+        self._wakeup.ring()
 
 
 Link = ProcessLink | ThreadLink

@@ -14,6 +14,9 @@ from shmloader.worker.loop import WorkerArguments
 
 _PR_SET_NAME, _NAME_NBYTES = 15, 15
 
+MOST_WAIT_S = 2e6
+"""The longest wait, 23 days: ``poll`` takes no more than 31 bits of ms."""
+
 MakeArguments = Callable[[int], WorkerArguments]
 """Makes a worker's arguments from its number."""
 

@@ -19,7 +19,7 @@ from shmloader.memory import Descriptor
 from shmloader.memory.limits import note_end, oom_kills
 from shmloader.wire.records import ANSWER_NBYTES, REQUEST_NBYTES, SPIN_NS
 from shmloader.worker.links import Pipes
-from shmloader.workers.base import BaseWorkers, MakeArguments, live
+from shmloader.workers.base import MOST_WAIT_S, BaseWorkers, MakeArguments, live
 from shmloader.workers.deaths import error_of, explain_kill
 from shmloader.workers.launch import (
     begin_fork_server,
@@ -271,10 +271,10 @@ class ProcessWorkers(BaseWorkers):
 
     def wait(self, timeout_s: float | None) -> list[ProcessWorker]:
         """Wait for all pipes, all deaths and `interrupt` at once; returns workers that sent or ended."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, MOST_WAIT_S)
         poller = self._poller or self._register_all()
         if self._readiness is not None:
-            self._readiness.clear()  # first; nobody else can take what comes during the wait
+            self._readiness.news.clear()  # first; nobody else can take what comes during the wait
         while True:
             # A worker may be waiting for a record that its full pipe had no room for.
             full = [worker for worker in self.workers if not worker.flush()]
@@ -323,7 +323,7 @@ class ProcessWorkers(BaseWorkers):
     def tell(self) -> None:
         """Make `fileno` readable until `ready` or `wait` looks for records."""
         if self._readiness is not None:
-            self._readiness.tell()
+            self._readiness.news.ring()
 
     def interrupt(self) -> None:
         """Make `wait`, in another thread, return at once from now on."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from shmloader.memory.segment import OwnDescriptor
+from shmloader.worker.links import Wakeup
 
 
 class Readiness:
@@ -22,9 +23,9 @@ class Readiness:
         self.fd: int = self._epoll.fileno()
         self._watched: dict[int, int] = {}  # events, by descriptor
         self._end = OwnDescriptor(os.eventfd(0))  # readable for good once the workers are closed
-        # Readable from `tell` to `clear`, and at first: nothing is watched yet.
-        self._news, self._is_told = OwnDescriptor(os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)), True
-        for own in (self._end, self._news):
+        # For whoever waits while another thread or task takes batches; at first nothing is watched yet.
+        self.news = Wakeup()
+        for own in (self._end, self.news):
             self._epoll.register(own.fd, select.EPOLLIN)
 
     def follow(self, workers: Iterable[Any]) -> None:
@@ -45,19 +46,6 @@ class Readiness:
             with contextlib.suppress(FileExistsError):
                 self._epoll.register(fd, wanted[fd])
         self._watched = wanted
-
-    def tell(self) -> None:
-        """Make it readable until `clear`, for whoever waits while another thread or task takes batches."""
-        if not self._is_told:
-            os.eventfd_write(self._news.fd, 1)
-            self._is_told = True
-
-    def clear(self) -> None:
-        """Forget `tell`; look for what it told of after it."""
-        if self._is_told:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._news.fd)
-            self._is_told = False
 
     def set(self) -> None:
         """Make it readable for good."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import math
 import os
+import select
 import sys
 import threading
 import time
 import traceback
 import weakref
-from queue import Empty
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -28,7 +29,7 @@ from shmloader.torch_private import use_one_core_in_this_thread
 from shmloader.worker.epoch_settings import datasets_in
 from shmloader.worker.links import ThreadLink, Wakeup
 from shmloader.worker.loop import Loop, WorkerArguments
-from shmloader.workers.base import BaseWorkers, MakeArguments, describe_held, live, name_worker
+from shmloader.workers.base import MOST_WAIT_S, BaseWorkers, MakeArguments, describe_held, live, name_worker
 
 _CLOSE_S = 0.5  # how long `close` waits for threads to end
 _LEAST_CLOSE_S = 0.1  # also if there is nothing to wait for: threads without a task end at once
@@ -82,7 +83,8 @@ class ThreadWorkers(BaseWorkers):
         self.workers = []
         self.processes = []
         self._make_arguments = make_arguments
-        self._wakeup = Wakeup()
+        self._wakeup, self._poller = Wakeup(), select.poll()
+        self._poller.register(self._wakeup.fd, select.POLLIN)
         live.add(self)
         try:
             for worker_id in range(num_workers):
@@ -115,8 +117,8 @@ class ThreadWorkers(BaseWorkers):
         raise NotImplementedError(f"worker thread {worker_id} cannot be replaced")
 
     def wait(self, timeout_s: float | None) -> list[ThreadWorker]:
-        """Wait at the one queue that all threads wake."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        """Wait for the one descriptor by which all threads wake this one."""
+        deadline = None if timeout_s is None else time.monotonic() + min(timeout_s, MOST_WAIT_S)
         while True:
             if not self.interrupted:
                 self._wakeup.clear()
@@ -124,9 +126,7 @@ class ThreadWorkers(BaseWorkers):
             if spoke or self.interrupted:
                 return spoke
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                self._wakeup.get(timeout=left_s)
-            except Empty:
+            if not self._poller.poll(left_s and math.ceil(left_s * 1000)):
                 return []
 
     def ready(self) -> list[ThreadWorker]:
@@ -136,16 +136,16 @@ class ThreadWorkers(BaseWorkers):
 
     def fileno(self) -> int:
         """A descriptor that is readable once `ready` finds more than it did last, and after `close`."""
-        return self._wakeup.fileno()
+        return self._wakeup.fd
 
     def tell(self) -> None:
         """Make `fileno` readable until `ready` or `wait` looks for records."""
-        self._wakeup.put(None)
+        self._wakeup.ring()
 
     def interrupt(self) -> None:
-        """Wake `wait` by the queue, for good."""
+        """Wake `wait`, for good."""
         self.interrupted = True
-        self._wakeup.put(None)
+        self._wakeup.ring()
 
     def stack_of(self, worker_id: int) -> str:
         """The stack of the thread."""

@@ -120,6 +120,12 @@ def test_a_timeout_is_an_error_that_torch_users_catch() -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_a_timeout_may_be_longer_than_poll_waits(kind: str) -> None:
+    loader = DataLoader(Sleeps(4, 0.5, at=0), batch_size=4, num_workers=1, worker_type=kind, timeout=1e9)
+    assert len(list(loader)) == 1
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_leaving_early_leaves_nothing(persistent: bool) -> None:
     loader = DataLoader(Numbered(1000), batch_size=4, num_workers=2, persistent_workers=persistent)

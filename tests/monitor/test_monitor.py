@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -79,6 +80,7 @@ def test_a_grandchild_is_followed_after_its_parent_has_ended() -> None:
         assert (one.pid, one.depth, other.parent, other.depth) == (parent.pid, 0, parent.pid, 1)
         assert 60 * MB <= other.private_nbytes < 80 * MB
         assert one.private_nbytes < 40 * MB
+        assert 60 * MB <= other.pss_nbytes < 80 * MB
         parent.terminate()
         parent.wait()
         (orphan,) = tree.read()
@@ -88,6 +90,11 @@ def test_a_grandchild_is_followed_after_its_parent_has_ended() -> None:
         while tree.read() and time.monotonic() < end_s:
             time.sleep(0.05)
         assert tree.read() == []
+
+
+def test_pss_agrees_with_psutil() -> None:
+    own = next(one for one in ProcessTree([os.getpid()]).read() if one.pid == os.getpid())
+    assert own.pss_nbytes == pytest.approx(psutil.Process().memory_full_info().pss, rel=0.05)
 
 
 def test_shared_memory_is_counted_once_and_by_owner() -> None:

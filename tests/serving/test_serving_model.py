@@ -1,6 +1,6 @@
 """The protocol of server and readers, in every interleaving: nothing breaks, and planted bugs are found.
 
-`Roster`, `Reader`, `PlaceTable` and the packed requests are the real ones; sockets are queues, batches are
+`Roster`, `PlaceTable` and the packed requests are the real ones; sockets are queues, batches are
 numbers in the memory of slots. A state of the model is the shortest script of steps that leads to it.
 """
 
@@ -17,7 +17,7 @@ from protocol_fakes import Segment
 
 from shmloader.memory import PAGE_NBYTES
 from shmloader.serving import records
-from shmloader.serving.roster import Policy, Reader, Roster
+from shmloader.serving.roster import Join, Policy, Roster
 from shmloader.slots import PlaceTable
 
 EPOCH, STORED, END, CLOSED = "epoch", "stored", "end", "closed"
@@ -25,6 +25,16 @@ EPOCH, STORED, END, CLOSED = "epoch", "stored", "end", "closed"
 
 class Broken(Exception):
     """An invariant does not hold."""
+
+
+class Reader:
+    """One reader, as the server knows it."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Any] = {}  # leases, by ``seq``
+
+    def let_all_go(self) -> None:
+        self.held.clear()
 
 
 @dataclass(frozen=True)
@@ -84,8 +94,8 @@ class World:
 
     def _join(self) -> None:
         self.clients.append(Client())
-        self.members.append(self.setting.reader("now"))
-        assert self.roster.add(self.members[-1])
+        self.members.append(self.setting.reader())
+        assert self.roster.add(self.members[-1], "now")
 
     # --- steps
 
@@ -209,7 +219,8 @@ class World:
         reader, request = self.members[who], records.unpack_request(client.says.popleft())
         if client.closed or any(message[0] == CLOSED for message in client.came):
             return  # it was let go
-        reader.let_go(request.released)
+        for seq in request.released:
+            reader.held.pop(seq, None)
         if request.kind == records.ASK:
             if self.roster.ask(reader, None):
                 client.came.append((EPOCH, self.roster.epoch, self.roster.made))
@@ -373,9 +384,9 @@ class ForgetsHolders(Roster[Reader]):
         super().__init__(*arguments)
         self.held: dict[int, Any] = {}
 
-    def add(self, reader: Reader) -> bool:
+    def add(self, reader: Reader, join: Join) -> bool:
         reader.held = self.held
-        return super().add(reader)
+        return super().add(reader, join)
 
 
 class KeepsTheDead(Reader):

@@ -17,7 +17,7 @@ from pathlib import Path
 from shmloader.cli.demo.run import RunResult, RunSpec
 from shmloader.cli.options import parse_nbytes, whole_number
 from shmloader.cli.programs import command_parser, end_session
-from shmloader.memory.process_memory import tree_pss_nbytes
+from shmloader.monitor.processes import ProcessTree
 
 DESCRIPTION = """\
 Train a small byte-level language model on the Python sources of this interpreter, with
@@ -119,10 +119,10 @@ def _run_in_process(spec: RunSpec) -> RunResult:
             env=_ALLOCATOR_SETTINGS | os.environ,
             start_new_session=True,
         )
-        peak_nbytes = 0
+        tree, peak_nbytes = ProcessTree([process.pid]), 0
         try:
             while process.poll() is None:
-                peak_nbytes = max(peak_nbytes, tree_pss_nbytes(process.pid))
+                peak_nbytes = max(peak_nbytes, sum(one.pss_nbytes for one in tree.read()))
                 time.sleep(_SAMPLING_INTERVAL_S)
         finally:
             end_session(process, _STOP_GRACE_S)
