@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from warm_python.cheap_forks import collapse_pages
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,9 +40,10 @@ multiprocessing.set_forkserver_preload(["torch.utils.data", "shmloader"])
 # Tests that start many programs or confine them take minutes: SHMLOADER_LONG=1 runs them (`make test-all`).
 LONG = os.environ.get("SHMLOADER_LONG") == "1"
 IN_CI = LONG or "CI" in os.environ
-if not LONG:  # a sample of the random runs of tests that name no number
-    settings.register_profile("sample", max_examples=30 if IN_CI else 10)
-    settings.load_profile("sample")
+# Of tests that name no number, a sample of the random runs; each may take as long as a busy machine needs.
+_sample = {} if LONG else {"max_examples": 30 if IN_CI else 10}
+settings.register_profile("sample", deadline=None, suppress_health_check=[HealthCheck.too_slow], **_sample)
+settings.load_profile("sample")
 LONG_TIMEOUT_S = 1800  # of a test with all its random runs
 LONG_FILES = frozenset(
     """

@@ -1,9 +1,11 @@
-"""Ctrl-C before any line of a method."""
+"""Signals at a chosen moment: Ctrl-C before any line of a method, an alarm inside of a call."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -32,3 +34,21 @@ def interrupted_at(line: int, call: Any, *arguments: Any) -> bool:
     finally:
         sys.settrace(before)
     return False
+
+
+@contextmanager
+def once_inside(method: Any, action: Callable[[], object]) -> Iterator[None]:
+    """Have a signal handler call a function, once, while a method runs that is called in the block."""
+
+    def handler(_: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code is method.__code__:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            action()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.05)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

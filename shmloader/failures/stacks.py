@@ -50,7 +50,7 @@ class StackFile:
         while time.monotonic() < deadline:
             time.sleep(0.05)
             size = os.fstat(fd).st_size
-            if size == end > begin:
+            if size == end > begin and not _is_in(pid, "SigBlk"):  # as long as it writes, however slowly
                 break
             end = size
         text = os.pread(fd, end - begin, begin).decode("utf-8", "replace").rstrip()
@@ -74,12 +74,17 @@ class StackFile:
 
 def answers(pid: int) -> bool:
     """Whether a process has a handler for stack requests, by Linux's list: a worker soon installs it."""
+    return _is_in(pid, "SigCgt")
+
+
+def _is_in(pid: int, mask: str) -> bool:
+    """Whether the signal is in one of a process's lists of signals, as Linux names it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+    signals = re.search(rf"^{mask}:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return signals is not None and bool(int(signals[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 def answer_with_stacks(descriptor: Descriptor) -> None:

@@ -51,7 +51,7 @@ class Auto:
         self._most_prefetch = prefetch_factor if given[1] is not None else max(prefetch_factor, MOST_PREFETCH)
         self._why = "batches were too quick, or epochs too short, to measure"
         self._loader: Callable[[], Any] = lambda: None
-        self._worker_s = 0.0  # that a batch took a worker when the first decision was made
+        self._first = 0, math.inf  # workers at the first decision, and seconds that a batch took one
         self._period: list[tuple[float, float, float]] = []
 
     def show_in(self, loader: Any) -> None:
@@ -88,20 +88,20 @@ class Auto:
         self.settled, self._why = True, f"{why}; {self._why}"
 
     def _decide(self) -> None:
-        workers, is_second = self.num_workers, self._worker_s > 0
+        workers, (fewer, before_s) = self.num_workers, self._first
         owns, waits, idles = zip(*self._period, strict=True)
         own_s, wait_s, idle_s = (max(sum(each) / len(each), 1e-9) for each in (owns, waits, idles))
         self._period.clear()
         total_s = own_s + wait_s
-        worker_s, before_s = max(workers * total_s - idle_s, 1e-9), self._worker_s or math.inf
-        self._worker_s = worker_s
+        worker_s = max(workers * total_s - idle_s, 1e-9)
+        self._first = workers, worker_s
         if wait_s <= _KEEPS_UP * total_s:
             why = "the workers keep up with the program"
         elif idle_s > _BUSY * workers * total_s:
             why = "the program waited although workers had time"
             in_longest_wait = math.ceil(max(waits) / total_s / workers)
             self.prefetch_factor = min(self.prefetch_factor + in_longest_wait, self._most_prefetch)
-        elif worker_s > _CROWDED * before_s:
+        elif workers > fewer and worker_s > _CROWDED * before_s:
             why = f"with {workers} workers each takes longer for a batch"
         else:
             why = f"the program waited for {workers} busy worker(s)"
@@ -112,7 +112,7 @@ class Auto:
         figures = f"a batch takes a worker {1e3 * worker_s:.3g} ms and the program {1e3 * own_s:.3g} ms"
         self._why = f"{why}; {figures}"
         at_bounds = (self.num_workers, self.prefetch_factor) == (self.most_workers, self._most_prefetch)
-        self.settled = is_second or at_bounds
+        self.settled = fewer > 0 or at_bounds
 
 
 def auto_for(loader: Any, before: Auto | None) -> Auto:

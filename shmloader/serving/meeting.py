@@ -128,7 +128,8 @@ def greet(
     connection.settimeout(_ANSWER_S)
     answer, fds = b"", list[int]()
     try:
-        with contextlib.suppress(BrokenPipeError):  # it has refused already
+        # It has refused already; or it has ended, and never took this connection.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.send(json.dumps(about).encode())
         for _ in range(2):  # the first may say only that it has ended without reading; what it said is here
             with contextlib.suppress(ConnectionResetError):

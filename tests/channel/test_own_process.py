@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from robustness.processes import has_ended, start_python
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
@@ -156,8 +157,6 @@ def test_a_worker_is_told_to_do_without() -> None:
 
 
 def test_it_ends_with_the_program() -> None:
-    from robustness.processes import start_python
-
     program = start_python(
         """
         import os, torch
@@ -177,6 +176,6 @@ def test_it_ends_with_the_program() -> None:
     program.kill()
     program.communicate()
     deadline_s = time.monotonic() + 60
-    while psutil.pid_exists(pid) and time.monotonic() < deadline_s:
+    while not has_ended(pid) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    assert has_ended(pid)

@@ -412,6 +412,8 @@ def test_closing_ends_a_wait_in_another_thread() -> None:
 
     thread = threading.Thread(target=waits)
     thread.start()
+    while Consumer not in one._ends:
+        time.sleep(0.01)
     time.sleep(0.2)
     one.close()
     thread.join(60)

@@ -18,13 +18,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from interrupted_lines import interrupted_at
+from interrupted_lines import interrupted_at, once_inside
 from queue_processes import die, get_and_die, get_for_ever, item, put_and_die, put_for_ever, same
 from robustness.processes import LONG, python
 
 import shmloader
 from shmloader import PeerDied, Queue
 from shmloader.channel.consumer import Consumer
+from shmloader.channel.end import End
 
 METHODS = pytest.mark.parametrize(
     "method", ["fork", pytest.param("spawn", marks=pytest.mark.long), "forkserver"]
@@ -47,8 +48,9 @@ def end(process: Any) -> None:
 @METHODS
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_all_that_a_killed_producer_had_put_comes_and_then_its_name(
-    warm_helpers: None, method: str, number: signal.Signals
+    warm_helpers: None, method: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("shmloader.channel.roles._CODE_S", 60.0)
     one = Queue(8)
     process = start(method, put_and_die, one, 6, number)
     for made in range(6):
@@ -66,7 +68,10 @@ def test_all_that_a_killed_producer_had_put_comes_and_then_its_name(
 
 
 @METHODS
-def test_a_killed_consumer_ends_a_put_that_waits(warm_helpers: None, method: str) -> None:
+def test_a_killed_consumer_ends_a_put_that_waits(
+    warm_helpers: None, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmloader.channel.roles._CODE_S", 60.0)
     one = Queue(2)
     process = start(method, get_and_die, one, 3, signal.SIGKILL)
     with pytest.raises(
@@ -227,7 +232,8 @@ def test_nothing_is_left_when_all_are_killed() -> None:
         slots = set().union(*(slots_of(one.pid) for one in family)) - mine
         assert slots
         for one in family:
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, as others had
+                one.kill()
         maker.join()
         maker.close()
         wait_until(lambda slots=slots: not any(slots & slots_of(pid) for pid in psutil.pids()))
@@ -264,25 +270,15 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 def test_an_exception_out_of_a_wait_loses_nothing() -> None:
     """A signal handler that raises while `get` and `put` sleep."""
-
-    def raises(*_: object) -> None:
-        raise InterruptedError
-
-    before = signal.signal(signal.SIGALRM, raises)
     one = Queue(1)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(InterruptedError):
-            one.get()
-        one.put(1)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(InterruptedError):
-            one.put(2)
-        assert one.get() == 1
-        with pytest.raises(queue.Empty):
-            one.get_nowait()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(InterruptedError), once_inside(End.wait, raises(InterruptedError)):
+        one.get()
+    one.put(1)
+    with pytest.raises(InterruptedError), once_inside(End.wait, raises(InterruptedError)):
+        one.put(2)
+    assert one.get() == 1
+    with pytest.raises(queue.Empty):
+        one.get_nowait()
     one.close()
 
 
@@ -337,43 +333,35 @@ def test_a_put_waits_for_a_slot_where_memory_has_become_short(monkeypatch: pytes
         one.put(torch.full((10_000,), number))
     assert [int(one.get()[0]) for _ in range(2)] == [0, 1]
     one.put("small")
-    before = signal.signal(signal.SIGALRM, lambda *_: got.append(one.get()))  # which grants one
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with once_inside(End.wait, lambda: got.append(one.get())):  # which grants one
         one.put(torch.full((10_000,), 3))
-        assert int(got.pop()[0]) == 2
-        assert one.get() == "small"
-        with monkeypatch.context() as patch:
-            patch.setattr("shmloader.channel.outbox.Outbox.finish", raises(KeyboardInterrupt))
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                one.put(torch.full((10_000,), 4))
-        assert int(got.pop()[0]) == 3
-        with pytest.raises(shmloader.LoaderError, match="was interrupted within a call"):
-            one.put(5)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    assert int(got.pop()[0]) == 2
+    assert one.get() == "small"
+    with monkeypatch.context() as patch:
+        patch.setattr("shmloader.channel.outbox.Outbox.finish", raises(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), once_inside(End.wait, lambda: got.append(one.get())):
+            one.put(torch.full((10_000,), 4))
+    assert int(got.pop()[0]) == 3
+    with pytest.raises(shmloader.LoaderError, match="was interrupted within a call"):
+        one.put(5)
     one.close()
 
 
 def test_a_signal_handler_may_close_the_queue_that_sleeps() -> None:
     one = Queue(2)
-    before = signal.signal(signal.SIGALRM, lambda *_: one.close())
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(shmloader.QueueClosed, match="this process has closed the queue"):
-            one.get()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with (
+        pytest.raises(shmloader.QueueClosed, match="this process has closed the queue"),
+        once_inside(End.wait, one.close),
+    ):
+        one.get()
 
 
 def test_an_end_that_was_cut_short_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     fds = os.listdir("/proc/self/fd")
     one = Queue(2)
     process = start("fork", put_for_ever, one, 0)
-    for _ in range(10):  # it has slept meanwhile, and watches the other process
-        one.get(timeout=60)
-    assert one._ends[Consumer]._death.fd >= 0
+    while one.get(timeout=60) and one._ends[Consumer]._death.fd < 0:
+        pass  # it watches the other process once it has slept
     with monkeypatch.context() as patch:
         for name in ("_take_slot", "_take_inline"):
             patch.setattr(Consumer, name, raises(KeyboardInterrupt))
@@ -389,18 +377,14 @@ def test_an_end_that_was_cut_short_leaves_no_descriptor(monkeypatch: pytest.Monk
 def test_a_call_in_a_signal_handler_while_the_queue_sleeps_works() -> None:
     one, got = Queue(2), []
 
-    def puts(*_: object) -> None:
+    def puts() -> None:
         one.put(1)
         one.put(2)
         got.append(one.get())
 
-    before = signal.signal(signal.SIGALRM, puts)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with once_inside(End.wait, puts):
         assert one.get() == 2
-        assert got == [1]
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    assert got == [1]
     one.close()
     assert os.getpid()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from robustness.processes import ENVIRONMENT
-from warm_python import warm_python
+from warm_python import STRICT, warm_python
 
 PAGE = Path(__file__).parents[2] / "docs" / "queues.md"
 
@@ -22,7 +22,7 @@ def test_the_program_runs(tmp_path: Path, method: str) -> None:
         found[1].replace("multiprocessing.Process(", f"multiprocessing.get_context({method!r}).Process(")
     )
     done = subprocess.run(
-        [*warm_python(), "-W", "error", "-W", "ignore:This process", str(program)],
+        [*warm_python(), *STRICT, str(program)],
         capture_output=True,
         text=True,
         timeout=120,

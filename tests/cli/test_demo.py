@@ -147,7 +147,7 @@ def test_ctrl_c_is_quiet_and_leaves_no_process(marked_run: MarkedRun, loader: st
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "interrupted"
     assert "Traceback" not in errors
-    assert wait_for(lambda: not marked_run.living_processes(), timeout_s=5)
+    assert wait_for(lambda: not marked_run.living_processes(), timeout_s=60)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")

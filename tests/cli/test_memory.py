@@ -220,7 +220,7 @@ def test_a_program_that_cannot_be_followed_any_more_is_waited_for() -> None:
 
 
 def test_the_command_ends_with_the_process_that_it_follows(capfd: pytest.CaptureFixture[str]) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1.5)"]) as program:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(5)"]) as program:
         assert memory.main(["--pid", str(program.pid), "--every", "0.2"]) == 0
         assert program.wait() == 0
     assert "python" in capfd.readouterr().err

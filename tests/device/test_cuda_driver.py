@@ -48,7 +48,7 @@ static CUresult note(const char *name, unsigned long long a, unsigned long long 
 }
 static CUresult queue(const char *name, unsigned long long a, unsigned long long b, unsigned long long c,
                       unsigned long long d) {
-    for (int tries = 0; full && tries < 2000; tries++) usleep(1000);
+    for (int tries = 0; full && tries < 30000; tries++) usleep(1000);
     note(name, a, b, c, d);
     return full ? CUDA_ERROR_UNKNOWN : answer;
 }
@@ -381,7 +381,10 @@ def test_torchs_own_graphs_are_counted_once() -> None:
     assert not hasattr(torch.cuda.CUDAGraph.capture_begin.__wrapped__, "__wrapped__")
 
 
-def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> None:
+def test_no_capture_begins_between_two_calls_for_a_batch(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captures, "_MOST_WAIT_S", 60.0)
     kind = type("Graph", (Graph,), {})
     driver.captures.count(kind)
     graph, order = kind(), list[str]()
@@ -402,8 +405,11 @@ def test_no_capture_begins_between_two_calls_for_a_batch(driver: CudaDriver) -> 
     assert order == ["recorded", "begun"]
 
 
-def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(driver: CudaDriver) -> None:
+def test_a_kept_traceback_of_ctrl_c_keeps_no_other_thread_from_capturing(
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It comes inside of contextlib, whose frame keeps the generator of `on` as it is."""
+    monkeypatch.setattr(captures, "_MOST_WAIT_S", 60.0)
     before = sys.gettrace()
 
     def interrupt(frame: FrameType, *_: object) -> None:

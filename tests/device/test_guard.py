@@ -12,7 +12,7 @@ from robustness.processes import LONG
 from scripted_driver import CAPTURE_UNSUPPORTED, ScriptedDriver
 from table_machine import TableMachine, grant, make_in_vain, publish
 
-from shmloader.device import guard, pinned
+from shmloader.device import captures, guard, pinned
 from shmloader.device.driver import DriverError
 from shmloader.device.guard import DeviceGuard
 from shmloader.memory import PAGE_NBYTES, Segment
@@ -367,6 +367,7 @@ def test_a_capture_of_torchs_begins_when_the_wait_for_devices_is_over(
     driver: ScriptedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To wait for a device ends a capture."""
+    monkeypatch.setattr(captures, "_MOST_WAIT_S", 60.0)
 
     class Graph:
         def capture_begin(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from loading import DiesWithHeir, Ends, Growing, Numbered, Raises, Sleeps, make_error
 from robustness.processes import wait_gone
-from warm_python import warm_python
+from warm_python import STRICT, warm_python
 
 import shmloader
 from shmloader import DataLoader
@@ -26,7 +26,7 @@ from shmloader import DataLoader
 def _python(code: str, *, timeout_s: float = 200.0) -> subprocess.CompletedProcess:
     """Run a program in a new process, with this folder importable."""
     return subprocess.run(
-        [*warm_python(), "-W", "error", "-W", "ignore:This process", "-c", textwrap.dedent(code)],
+        [*warm_python(), *STRICT, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=timeout_s,

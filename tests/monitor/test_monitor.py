@@ -318,7 +318,9 @@ def test_more_processes_than_lines_are_counted() -> None:
 
 
 def test_the_headroom_of_another_process_is_that_of_its_cgroup() -> None:
-    own, other = memory_headroom(), memory_headroom(os.getppid())
+    with subprocess.Popen(["sleep", "600"]) as child:
+        own, other = memory_headroom(), memory_headroom(child.pid)
+        child.kill()
     assert (other.limit_nbytes, other.source) == (own.limit_nbytes, own.source)
     assert memory_headroom(1).limit_nbytes > 0
 

@@ -89,6 +89,15 @@ def test_workers_that_hinder_each_other_get_no_more_of_them() -> None:
     assert "each takes longer for a batch" in chooser.report().why
 
 
+def test_a_worker_that_nobody_joined_is_not_hindered_where_batches_become_slower() -> None:
+    chooser = auto(16)
+    for _ in range(20):  # one long wait, and a worker with time: no worker is added
+        chooser.note((0.005, 0.002, 0.003))
+    assert (chooser.num_workers, chooser.settled) == (1, False)
+    play(chooser, World(0.03, 0.006), 20)
+    assert chooser.num_workers > 4, chooser.report()
+
+
 def test_a_program_that_is_slow_at_first_gets_its_workers_by_the_second_decision() -> None:
     """A first period in which it compiles its model shows no wait."""
     chooser = auto(16)

@@ -70,9 +70,9 @@ def test_slow_samples_get_as_many_workers_as_there_are_cores(three_cores: None) 
 
 def test_a_program_that_is_slower_keeps_one_worker(three_cores: None) -> None:
     """No worker is started that is not needed."""
-    with DataLoader(Draws(201), num_workers="auto", persistent_workers=True) as loader:
+    with DataLoader(Draws(101), num_workers="auto", persistent_workers=True) as loader:
         for _ in loader:
-            time.sleep(0.003)
+            time.sleep(0.01)
             assert processes(loader) == 1
         chosen = loader.statistics().autotune
         assert chosen.settled

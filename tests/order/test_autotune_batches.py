@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from autotune_datasets import Draws, WaitForFile, epochs, plain, processes
+from forced_growth import grow_at
 from loading import Numbered
 
 from shmloader import DataLoader
@@ -59,8 +60,11 @@ def test_workers_that_are_not_forked_join_too(three_cores: None, warm_helpers: N
         assert loader.num_workers == processes(loader) == 3
 
 
-def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_cores: None) -> None:
+def test_nobody_waits_for_a_worker_that_is_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker gets no task until it has started: the file that it waits for comes after 70 batches."""
+    grow_at(monkeypatch, {20, 22})
     wait = WaitForFile(tmp_path / "now")
     with DataLoader(
         Draws(150, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, persistent_workers=True
@@ -77,7 +81,9 @@ def test_nobody_waits_for_a_worker_that_is_being_started(tmp_path: Path, three_c
         assert most == 3
 
 
-def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, three_cores: None) -> None:
+def test_an_epoch_may_be_left_while_workers_are_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Further epochs begin without them, and use them when they have started."""
     length = 60
     with DataLoader(
@@ -85,6 +91,7 @@ def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, th
     ) as fixed:
         expected = epochs(fixed, 4)
     wait = WaitForFile(tmp_path / "now")
+    grow_at(monkeypatch, {20, 22})
     with DataLoader(
         Draws(length, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, persistent_workers=True
     ) as loader:
@@ -98,8 +105,11 @@ def test_an_epoch_may_be_left_while_workers_are_being_started(tmp_path: Path, th
         assert not loader._iterator._exchange.joining
 
 
-def test_workers_may_come_in_an_epoch_that_was_begun_early(tmp_path: Path, three_cores: None) -> None:
+def test_workers_may_come_in_an_epoch_that_was_begun_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They were started in the epoch before, and report then."""
+    grow_at(monkeypatch, {20, 22})
     wait = WaitForFile(tmp_path / "now")
     given: dict[str, Any] = {"persistent_workers": True, "prefetch_epochs": True}
     with DataLoader(Draws(60, 0.003), num_workers="auto", worker_init_fn=wait, timeout=30, **given) as loader:

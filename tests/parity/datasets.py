@@ -195,8 +195,21 @@ class Slow(Rows):
         return super().__getitem__(index)
 
 
+class Held(Rows):
+    """Waits before the given sample until the program says `go`, a minute at most."""
+
+    def __init__(self, length: int, at: int) -> None:
+        super().__init__(length)
+        self.at, self.go = at, multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.at:
+            self.go.wait(60)
+        return super().__getitem__(index)
+
+
 class Stuck(Dataset):
-    """Sample `at` waits until four others were made and, for 0.4 s, none more."""
+    """Sample `at` waits until four others were made and, for a second, none more."""
 
     def __init__(self, length: int, at: int) -> None:
         self.length, self.at = length, at
@@ -209,7 +222,7 @@ class Stuck(Dataset):
         before = -1
         while index == self.at and (self.made.value < 4 or self.made.value != before):
             before = self.made.value
-            time.sleep(0.4)
+            time.sleep(1)
         with self.made.get_lock():
             self.made.value += 1
         return index

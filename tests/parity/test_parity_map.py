@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from parity.datasets import (
     EndlessSampler,
     FailingSampler,
+    Held,
     Keys,
     LazySampler,
     Many,
@@ -263,14 +264,11 @@ def test_the_main_process_has_no_worker_info() -> None:
 
 def test_out_of_order_delivery_yields_every_batch_once_and_does_not_wait() -> None:
     """in_order=False: a slow batch comes after those that were ready before it."""
-    loader = DataLoader(
-        Slow(12, at=0, seconds=0.7),
-        2,
-        num_workers=2,
-        in_order=False,
-        multiprocessing_context="fork",
-    )
-    first = [int(batch[0, 0]) // 1000 for batch in loader]
+    rows = Held(12, at=0)
+    batches = iter(DataLoader(rows, 2, num_workers=2, in_order=False, multiprocessing_context="fork"))
+    first = [int(next(batches)[0, 0]) // 1000]
+    rows.go.set()
+    first += [int(batch[0, 0]) // 1000 for batch in batches]
     assert sorted(first) == [0, 2, 4, 6, 8, 10]
     assert first[0] != 0
 

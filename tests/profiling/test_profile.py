@@ -9,7 +9,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -29,11 +28,11 @@ from shmloader import DataLoader
 from shmloader.errors import LoaderError
 from shmloader.profiling import ProfileReport
 
-SLOW_S = 0.1
+SLOW_S = 0.5
 
 
 class OneSlow(Numbered):
-    """One sample takes a tenth of a second."""
+    """One sample takes half a second."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(SLOW_S if index == 37 else 0.0008)
@@ -184,7 +183,7 @@ def test_a_sample_that_raises_leaves_the_rest_measured() -> None:
 
 def test_the_times_of_parts_are_found_where_they_are_spent() -> None:
     def collate(samples: list[torch.Tensor]) -> torch.Tensor:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return torch.stack(samples)
 
     with DataLoader(Numbered(80, delay_s=0.001), 8, num_workers=1, collate_fn=collate) as loader:
@@ -192,7 +191,7 @@ def test_the_times_of_parts_are_found_where_they_are_spent() -> None:
             for _ in loader:
                 time.sleep(0.01)
         report = profile.report()
-    assert report.workers["collate"].p50_s >= 0.02
+    assert report.workers["collate"].p50_s >= 0.05
     assert report.workers["fetch"].p50_s >= 0.008
     assert report.main["step"].p50_s >= 0.01
     assert report.main["wait"].p50_s >= 0.01
@@ -205,7 +204,7 @@ def test_a_callback_gets_scalars_and_its_time_counts_nowhere() -> None:
 
     def track(report: ProfileReport) -> None:
         told.append(report.scalars())
-        time.sleep(0.5)
+        time.sleep(2 if len(told) == 1 else 0)
 
     with DataLoader(Numbered(40, delay_s=0.001), 8, num_workers=1) as loader:
         with loader.profile(every_s=0.001, callback=track) as profile:
@@ -214,7 +213,7 @@ def test_a_callback_gets_scalars_and_its_time_counts_nowhere() -> None:
     assert told
     assert told[-1]["batches_per_s"] > 0
     assert {"main/wait/share", "workers/fetch/p99_s"} <= told[-1].keys()
-    assert report.main["step"].most_s < 0.5
+    assert report.main["step"].most_s < 2
 
 
 def test_a_trace_shows_every_process(tmp_path: Path) -> None:
@@ -273,10 +272,8 @@ def test_the_documented_callback_gives_a_tracker_its_scalars() -> None:
 def test_the_documented_callback_gives_prometheus_its_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "profile.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"```python\n(from prometheus_client.*?)```", page, re.DOTALL)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     given: dict[str, Any] = {}
-    exec(recipe.replace("9100", str(port)), given)
+    exec(recipe.replace("9100", "0"), given)
     loader = DataLoader(Numbered(160), 8, num_workers=1)
     told: list[float] = []
 
@@ -287,7 +284,8 @@ def test_the_documented_callback_gives_prometheus_its_page() -> None:
     with loader, loader.profile(every_s=0.05, callback=export):
         for _ in loader:
             time.sleep(0.01)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with directly.open(f"http://127.0.0.1:{given['server'].server_port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     given["server"].shutdown()
     given["server"].server_close()
@@ -296,14 +294,16 @@ def test_the_documented_callback_gives_prometheus_its_page() -> None:
     assert float(rate) == told[-1] > 0
 
 
-def test_one_of_many_quick_batches_stands_for_the_others() -> None:
+def test_one_of_many_quick_batches_stands_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("profiling.recorder._JOINED_NS", "worker.probe._EVERY_NS"):
+        monkeypatch.setattr(f"shmloader.{name}", 32_000_000)  # also on a machine where they are not so quick
     with DataLoader(Numbered(8000), 1, num_workers=1) as loader:
         report, _ = with_profile(loader)
         assert report.batches == 8000
         assert max(len(report.made), len(report.returned)) < 4000
         ((measured, each_s),) = report.by_worker.values()
         assert 6000 < measured <= 8000
-        stood_for = measured / len(report.made)  # batches by each entry, some 30
+        stood_for = measured / len(report.made)  # batches by each entry, some 200
         assert each_s * 8000 < loader.statistics().iterating_s * stood_for / 4, "the time of one, not of all"
         assert report.total_s == pytest.approx(loader.statistics().iterating_s, rel=0.2)
 
@@ -360,9 +360,10 @@ def test_a_callback_is_not_called_after_the_block() -> None:
         with loader.profile(every_s=0.3, callback=lambda report: calls.append(report.batches)):
             batches = iter(loader)
             next(batches)
+        inside = len(calls)
         for _ in batches:
             time.sleep(0.1)  # so that calls would be due
-    assert not calls
+    assert len(calls) == inside
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -21,7 +21,7 @@ LEAKS = {
         "process * sleep 60",
     ),
     "zombie": (
-        "_kept.append(subprocess.Popen(['true'])); time.sleep(0.2)",
+        "_ended(['true'])",
         "process * (zombie: *): true",
     ),
     "forked_child": (
@@ -76,6 +76,10 @@ def _map_and_close(fd):
     assert _libc.mmap(None, 4096, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) != -1
     os.close(fd)
 
+def _ended(command):
+    _kept.append(subprocess.Popen(command))
+    os.waitid(os.P_PID, _kept[-1].pid, os.WEXITED | os.WNOWAIT)
+
 def _start_worker(method):
     _kept.append(multiprocessing.get_context(method).Process(target=time.sleep, args=(60,)))
     _kept[-1].start()
@@ -85,7 +89,7 @@ def _start_worker(method):
 @pytest.fixture
 def guarded(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run a test file under the guard and return how it went."""
-    monkeypatch.setenv("SHMLOADER_TEST_GRACE_S", "0.5")
+    monkeypatch.setenv("SHMLOADER_TEST_GRACE_S", "3")
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer than the test
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # which would give it another /dev/shm than ours
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # of what the conftest imports

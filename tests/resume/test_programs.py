@@ -53,6 +53,11 @@ def finish(path: Path) -> list[str]:
     return out.splitlines()
 
 
+def slowed(text: str) -> str:
+    """A program that sleeps after each line that it prints, so that it does not end before it is killed."""
+    return re.sub(r"( +)(print\(.*)", r"\1\2\n\1__import__('time').sleep(0.02)", text)
+
+
 def kill_after(path: Path, lines: int) -> list[str]:
     """Start a program, kill it when it has printed some number of lines, and return all its output."""
     process = start(path)
@@ -90,7 +95,7 @@ def test_a_killed_training_loop_goes_on_from_its_last_checkpoint(workers: list[i
     path = tmp_path / "train.py"
     done = 0  # batches up to the last checkpoint
     for number, after in zip(workers[:2], (14, 33), strict=True):
-        path.write_text(text.replace("num_workers=2", f"num_workers={number}"))
+        path.write_text(slowed(text.replace("num_workers=2", f"num_workers={number}")))
         printed = kill_after(path, after)
         assert len(printed) >= after
         assert printed == whole[done : done + len(printed)]
@@ -109,8 +114,8 @@ def test_a_killed_loop_behind_a_thread_goes_on_from_its_last_checkpoint(tmp_path
     """Killed in both epochs: nothing that the thread has read and the loop has not had is lost."""
     path, whole_path = tmp_path / "train.py", tmp_path / "whole" / "train.py"
     whole_path.parent.mkdir()
-    for one in (path, whole_path):
-        one.write_text(program("Behind a look-ahead"))
+    whole_path.write_text(program("Behind a look-ahead"))
+    path.write_text(slowed(program("Behind a look-ahead")))
     whole, done = finish(whole_path), 0
     assert len(whole) == 2 * 30
     for after in (9, 33):
@@ -129,7 +134,7 @@ def test_a_killed_program_goes_on_in_its_stream(workers: list[int], tmp_path: Pa
     done, total = 0, 0
     for number, after in zip(workers, (7, 9, 40), strict=True):
         path.write_text(
-            f"import warnings; warnings.simplefilter('ignore')\n{text}".replace("=2,", f"={number},")
+            f"import warnings; warnings.simplefilter('ignore')\n{slowed(text)}".replace("=2,", f"={number},")
         )
         printed = kill_after(path, after)
         for step, line in enumerate(printed, done):
@@ -187,7 +192,7 @@ def printed_by_ranks(logs: Path) -> list[Batch]:
 def test_three_ranks_go_on_where_two_were_killed(tmp_path: Path) -> None:
     """Batches have another size, and each sample of the epoch comes once over both runs."""
     path = tmp_path / "train.py"
-    path.write_text(program("Several ranks"))
+    path.write_text(slowed(program("Several ranks")))
     first = run_ranks(path, 2, 8, kill_after=24)
     batches = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["loader"]["batches"]
     assert batches >= 4
@@ -198,6 +203,7 @@ def test_three_ranks_go_on_where_two_were_killed(tmp_path: Path) -> None:
         printed = [(step, one) for of_rank, step, one in first if of_rank == rank and step < batches]
         assert len(printed) >= batches - 1  # the last line of the rank that saves nothing may be missing
         assert all(one == indices[8 * step : 8 * step + 8] for step, one in printed)
+    path.write_text(program("Several ranks"))
     rest = [index for _, _, indices in run_ranks(path, 3, 5) for index in indices]
     assert set(had + rest) == set(range(480))
     assert len(had + rest) - 480 < 3

@@ -83,15 +83,15 @@ def with_collectives(batches: list[Any], timeout_s: float) -> None:
 def test_a_rank_that_runs_out_early_is_an_error_in_time(tmp_path: Path) -> None:
     """The other rank waits for it in a collective operation, which the error ends."""
     began = time.monotonic()
-    (short, error), (_, other_error) = play(with_collectives, tmp_path, 2.0)
+    (short, error), (_, other_error) = play(with_collectives, tmp_path, 10.0)
     assert short == []
     assert error.startswith(
         "LoaderError: rank 0 came to the end of its epoch after 0 batches, and rank 1 did not"
     )
-    assert "within 2 s. A rank that has more batches than rank 0 now waits for rank 0 in a " in error
-    assert error.endswith("If the others are only slower, give the loader a timeout of more than 2 s.")
+    assert "within 10 s. A rank that has more batches than rank 0 now waits for rank 0 in a " in error
+    assert error.endswith("If the others are only slower, give the loader a timeout of more than 10 s.")
     assert other_error, "rank 1 went on without rank 0"
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 60
 
 
 def without_collectives(batches: list[Any], kind: Any) -> None:

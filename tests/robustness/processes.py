@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from warm_python import warm_python
+from warm_python import STRICT, warm_python
 
 TESTS = Path(__file__).absolute().parents[1]
 
@@ -41,10 +41,7 @@ def python(code: str, *arguments: str, timeout_s: float = 60.0, wrap: tuple[str,
     """
     command = [
         *((*wrap, sys.executable) if wrap else warm_python()),
-        "-W",
-        "error",
-        "-W",
-        "ignore:This process",
+        *STRICT,
         "-c",
         textwrap.dedent(code),
         *arguments,
@@ -98,6 +95,14 @@ def is_gone(process: psutil.Process) -> bool:
     """Whether a process has ended; a zombie has, although its parent has not waited for it."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def has_ended(pid: int) -> bool:
+    """Whether there is no process of a pid, or only a zombie."""
+    try:
+        return is_gone(psutil.Process(pid))
     except psutil.NoSuchProcess:
         return True
 

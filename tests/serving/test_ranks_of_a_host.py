@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from robustness.processes import has_ended
 from serving_programs import WAIT_S, Numbers, numbers, plain, wait_until
 from warm_python import warm_python
 
@@ -275,8 +276,8 @@ def test_a_rank_that_is_cut_short_while_it_attaches_leaves_no_process() -> None:
     assert outcomes(cut_short) == [[], None]
 
 
-def read_on(rank: int, pipe: Any) -> Any:
-    batches = iter(shared(dataset=Numbers(4000)))
+def read_on(rank: int, pipe: Any, samples: int) -> Any:
+    batches = iter(shared(dataset=Numbers(samples)))
     kept = [next(batches) for _ in range(3)]
     right = plain(kept)
     pipe.send([child.pid for child in psutil.Process().children(recursive=True)])
@@ -292,7 +293,7 @@ def read_on(rank: int, pipe: Any) -> Any:
 def test_the_death_of_a_rank(killed: int) -> None:
     """Local rank 0's ends all with the error that names its process; another one's is nothing to the rest."""
     ours, theirs = FORK.Pipe()
-    ranks = Ranks(read_on, theirs)
+    ranks = Ranks(read_on, theirs, 4000 if killed else 4_000_000)  # to the end, or much more than are read
     processes = {pid for _ in range(2) for pid in ours.recv()}
     assert len(processes) >= 3  # one serves, two load
     ranks.processes[killed].kill()
@@ -303,7 +304,7 @@ def test_the_death_of_a_rank(killed: int) -> None:
     ranks.end(kill=0)
     for end in (ours, theirs):
         end.close()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in processes))
+    wait_until(lambda: all(map(has_ended, processes)))
 
 
 def alone(rank: int) -> Any:
@@ -421,4 +422,4 @@ def test_two_ranks_under_torchrun_and_the_death_of_the_one_that_serves(tmp_path:
     pid, said = json.loads(result.read_text())
     assert f"process {pid}, which served" in said
     assert "exitcode  : -9" in done.stderr
-    wait_until(lambda: not psutil.pid_exists(pid))
+    wait_until(lambda: has_ended(pid))

@@ -300,8 +300,8 @@ def test_one_that_stops_at_an_epochs_end_is_let_go_in_the_end(
 ) -> None:
     """It is not so far behind that it would be let go before, and does not ask for the next epoch."""
     monkeypatch.setattr(server, "PATIENCE_S", 0.5)
-    with served_by_thread(numbers(), epochs=2, window=3, policy="drop") as name:
-        one, other = shmloader.attach(name), shmloader.attach(name, join="now")
+    with served_by_thread(numbers(), readers=2, epochs=2, window=3, policy="drop") as name:
+        one, other = shmloader.attach(name), shmloader.attach(name)
         slow, fast = iter(one), iter(other)
         for _ in range(4):
             next(slow), next(fast)
@@ -421,7 +421,7 @@ def test_plain_loading_imports_nothing_of_it() -> None:
 
 
 def test_nothing_is_lost_where_ctrl_c_comes_at_any_moment() -> None:
-    make = functools.partial(numbers, dataset=Numbers(1200))
+    make = functools.partial(numbers, dataset=Numbers(4800))
     expected = epochs_of(make(), 1)[0]
     came, got, random = 0, list[Any](), torch.Generator().manual_seed(1)
     over, sources = False, os.path.dirname(meeting.__file__)

@@ -69,6 +69,14 @@ def test_the_servers_death_is_an_error_that_names_it() -> None:
             reader.state_dict()
 
 
+def test_a_server_that_ends_before_it_takes_a_connection_is_named() -> None:
+    name, greet = new_name(), meeting.greet
+    with meeting.listen(name) as listener, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "greet", lambda *given: listener.close() or greet(*given))
+        with pytest.raises(shmloader.ServerDied, match=f"process {os.getpid()}, .*ended before it answered"):
+            shmloader.attach(name)
+
+
 @pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGTERM, shmloader.ServerDied), (signal.SIGINT, shmloader.LoaderClosed)]
 )
@@ -219,23 +227,16 @@ def test_nothing_hangs_and_no_batch_is_wrong_where_anyone_is_killed(seed: int) -
             victim = server.pid if who == "server" else choose.choice(readers).pid
             if who == "worker":
                 victim = next(iter(_children_of(server.pid)), None)
-            if victim is not None and _exists(victim):
-                os.kill(victim, signal.SIGKILL)
-                killed.add(victim)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                if victim is not None:
+                    os.kill(victim, signal.SIGKILL)
+                    killed.add(victim)
         for reader in readers:
             reader.join(WAIT_S)
             assert reader.exitcode is not None, "a reader hangs"
             assert reader.exitcode == 0 or reader.pid in killed
             reader.close()
         server.terminate()
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _children_of(pid: int) -> list[int]:
@@ -560,7 +561,14 @@ def test_one_that_was_let_go_may_ask_as_often_as_it_likes() -> None:
                 slow.state_dict()
 
 
-def test_one_that_reads_nothing_is_told_so_once_it_reads() -> None:
+def test_one_that_reads_nothing_is_told_so_once_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    greet = Connection.greet
+
+    def greet_with_little_room(self: Connection, join: Any) -> None:
+        self.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a host's own may be megabytes
+        greet(self, join)
+
+    monkeypatch.setattr(Connection, "greet", greet_with_little_room)
     with served_by_thread(numbers(0), readers=1) as name, shmloader.attach(name) as reader:
         for _ in range(2000):
             batches = iter(reader)

@@ -181,10 +181,14 @@ def test_oom_kills_of_both_versions(name: str, tmp_path: Path, monkeypatch: pyte
 
 def test_oom_kills_of_the_machine_where_there_are_no_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [])
-    words = Path("/proc/vmstat").read_text().split()
-    if "oom_kill" not in words:
-        pytest.skip("this kernel does not count them")
-    assert limits.oom_kills() == int(words[words.index("oom_kill") + 1])
+
+    def counted() -> int:
+        words = Path("/proc/vmstat").read_text().split()
+        if "oom_kill" not in words:
+            pytest.skip("this kernel does not count them")
+        return int(words[words.index("oom_kill") + 1])
+
+    assert counted() <= limits.oom_kills() <= counted()
 
 
 KILLS = """

@@ -105,8 +105,9 @@ class Hangs(Numbered):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_timeout_says_what_to_change_and_shows_only_the_programs_threads(
-    tmp_path: Path, method: str
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("shmloader.failures.stacks._ANSWER_S", 20.0)
     dataset = Hangs(tmp_path)
     loader = DataLoader(dataset, num_workers=1, timeout=0.3, multiprocessing_context=method)
     iterator = iter(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable
@@ -117,6 +118,7 @@ def test_what_is_kept_of_a_part_is_a_copy(
     lazy: Any = shmloader.open(
         write_columns(tmp_path / "a.parquet", 80_000, 1000), lazy=True, cache_nbytes=8 * GROUP_NBYTES
     )
+    gc.collect()
     before_nbytes, most_nbytes = pa.total_allocated_bytes(), 0
     for begin in range(0, 74_000, 6000):
         rows = np.arange(begin, begin + 7000, 3)

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from host_ranks import FORK, ROWS, Box, Building, Rank, build, build_never, build_slowly, servers, wait_for
+from robustness.processes import is_gone
 
 from shmloader import LoaderError, NotSharedWarning, ShareTimeout
 from shmloader.store import host_server, share
@@ -74,7 +75,7 @@ def test_the_object_is_built_anew_after_the_last_rank_has_dropped_it(name: str) 
         del shared
         assert server.is_running()  # a view of it is a part of the memory
         del kept_part
-        assert wait_for(lambda server=server: not server.is_running())
+        assert wait_for(lambda server=server: is_gone(server))
     assert inodes[0] != inodes[1]
 
 
@@ -152,7 +153,7 @@ def test_nothing_is_left_when_all_ranks_are_killed_at_once(start: Any) -> None:
     (server,) = servers()
     for rank in ranks:
         rank.process.kill()
-    assert wait_for(lambda: not server.is_running())
+    assert wait_for(lambda: is_gone(server))
 
 
 def test_a_killed_server_takes_no_memory_from_the_ranks(start: Any) -> None:
@@ -160,14 +161,14 @@ def test_a_killed_server_takes_no_memory_from_the_ranks(start: Any) -> None:
     inode = rank.result()["inode"]
     (server,) = servers()
     server.kill()
-    assert wait_for(lambda: not server.is_running())
+    assert wait_for(lambda: is_gone(server))
     assert rank.process.is_alive()
     assert start(build).result()["inode"] != inode  # built anew
 
 
 def test_what_build_raises_is_raised_in_every_waiting_rank(start: Any) -> None:
     def fail() -> Any:
-        time.sleep(0.5)
+        time.sleep(5)  # the others wait by then
         raise KeyError("no such split", 7)
 
     ranks = [start(fail) for _ in range(3)]
@@ -468,4 +469,4 @@ def test_a_rank_that_ends_by_sigterm_leaves_nothing(start: Any) -> None:
     (server,) = servers()
     os.kill(rank.process.pid, signal.SIGTERM)
     rank.process.join()
-    assert wait_for(lambda: not server.is_running())
+    assert wait_for(lambda: is_gone(server))

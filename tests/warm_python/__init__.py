@@ -18,12 +18,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+STRICT = [
+    "-W", "error",
+    "-W", "ignore:This process:DeprecationWarning",  # Python 3.12, of each fork with threads
+    "-W", "ignore:This DataLoader will create:UserWarning",  # torch, of more workers than cores
+]  # fmt: skip
+"""Options by which warnings are errors, as in the tests."""
+
 _HERE = Path(__file__).parent
 _TEMPLATE = (
     "import sys; sys.path.insert(0, sys.argv[1]); from template import next_program; exec(next_program())"
 )
 
-_templates: dict[int, "subprocess.Popen[bytes]"] = {}  # one for each process that asked
+_templates: dict[int, tuple[str, "subprocess.Popen[bytes]"]] = {}  # one for each process that asked
 
 
 def warm_python() -> list[str]:
@@ -32,17 +39,18 @@ def warm_python() -> list[str]:
     ``-W`` options, then ``-c``, ``-m`` or the path of a script come next, as after an interpreter.
     """
     me = os.getpid()
-    name = f"shmloader-tests-{me}"
     if me not in _templates:
+        name = f"shmloader-tests-{me}-{os.urandom(4).hex()}"  # containers may share such names, and pids
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         command = [sys.executable, "-c", _TEMPLATE, str(_HERE), name, str(me)]
-        _templates[me] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        template = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        _templates[me] = name, template
         atexit.register(_end_template, me)
-    return [sys.executable, "-IS", str(_HERE / "client.py"), name]
+    return [sys.executable, "-IS", str(_HERE / "client.py"), _templates[me][0]]
 
 
 def _end_template(owner: int) -> None:
     if owner == os.getpid():  # forked processes inherit the call
-        template = _templates.pop(owner)
+        _, template = _templates.pop(owner)
         template.kill()
         template.wait()

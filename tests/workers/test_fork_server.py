@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from robustness.test_interrupt import press_ctrl_c
-from warm_python import warm_python
+from warm_python import STRICT, warm_python
 
 from shmloader.workers.launch import begin_fork_server
 
@@ -36,7 +36,7 @@ def _run(folder: Path, main: str, **modules: str) -> list[str]:
     for name, source in {"main": MAIN + main, **modules}.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(source))
     result = subprocess.run(
-        [*warm_python(), "-W", "error", "-W", "ignore:This process", str(folder / "main.py")],
+        [*warm_python(), *STRICT, str(folder / "main.py")],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -1,6 +1,7 @@
 """A stack is requested only if the worker can answer, and a caught timeout has no effect."""
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -14,7 +15,7 @@ import pytest
 from loading import HeldAt, Numbered
 
 from shmloader import DataLoader, WorkerTimeout
-from shmloader.failures.stacks import StackFile, answers
+from shmloader.failures.stacks import _SIGNAL, StackFile, answers
 
 
 def test_a_spawned_worker_outlives_timeouts_while_it_starts(
@@ -97,6 +98,34 @@ def test_a_process_without_a_handler_is_left_alone() -> None:
         finally:
             stacks.close()
             process.kill()
+
+
+def test_a_stack_that_is_written_slowly_is_read_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmloader.failures.stacks._ANSWER_S", 60.0)
+    file, (ready, said) = StackFile(), os.pipe()
+    pid = os.fork()
+    if not pid:  # as faulthandler's, the handler ends before Python goes on
+        libc = ctypes.CDLL(None)
+
+        @ctypes.CFUNCTYPE(None, ctypes.c_int)
+        def handler(number: int) -> None:
+            os.write(file.descriptor.fd, b"Thread 1:\n")
+            time.sleep(0.5)
+            os.write(file.descriptor.fd, b"  File 2\n")
+
+        libc.signal(_SIGNAL, handler)
+        os.write(said, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        assert file.ask(pid) == "Thread 1:\n  File 2"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        file.close()
+        os.close(ready)
+        os.close(said)
 
 
 def test_a_worker_says_that_it_answers(start_method: str) -> None:
