@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +63,16 @@ def damage(path: Path, group: int) -> None:
 
 def as_text(value: Any) -> str:
     return repr(value)
+
+
+def allocated_nbytes(before_nbytes: int, most_nbytes: float) -> int:
+    """What Arrow holds beyond ``before_nbytes``, once threads of Arrow's have let go of what they read.
+
+    It waits for no more than ``most_nbytes``, and for some seconds: a busy machine may leave such a thread out.
+    """
+    deadline = time.monotonic() + 10
+    while (
+        nbytes := pa.total_allocated_bytes() - before_nbytes
+    ) > most_nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return nbytes
