@@ -68,11 +68,10 @@ def as_text(value: Any) -> str:
 def allocated_nbytes(before_nbytes: int, most_nbytes: float) -> int:
     """What Arrow holds beyond ``before_nbytes``, once threads of Arrow's have let go of what they read.
 
-    It waits for no more than ``most_nbytes``, and for some seconds: a busy machine may leave such a thread out.
+    It waits for no more than ``most_nbytes``, and for 10 s: a busy machine may be late with such a thread.
     """
-    deadline = time.monotonic() + 10
-    while (
-        nbytes := pa.total_allocated_bytes() - before_nbytes
-    ) > most_nbytes and time.monotonic() < deadline:
+    deadline, nbytes = time.monotonic() + 10, pa.total_allocated_bytes() - before_nbytes
+    while nbytes > most_nbytes and time.monotonic() < deadline:
         time.sleep(0.01)
+        nbytes = pa.total_allocated_bytes() - before_nbytes
     return nbytes
