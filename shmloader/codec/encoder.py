@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from shmloader.codec.layout import ALIGNMENT, BYTES, ITEM_NBYTES, LONE_LEAF, join_header, pack_row
-from shmloader.codec.leaves import HANDLERS, Add, add_buffer, is_plain, with_large_bytes
+from shmloader.codec.leaves import (
+    HANDLERS,
+    LARGE_NBYTES,
+    Add,
+    LargeBytes,
+    add_buffer,
+    is_plain,
+    shows_large_bytes,
+)
 from shmloader.codec.slot_allocator import SlotAllocator, make_placeholder
 
 
@@ -52,6 +60,29 @@ class _BatchPickler(ForkingPickler):
         return NotImplemented if handler is None else handler(obj, self._add)
 
 
+class _LargeBytesPickler(_BatchPickler):
+    """Makes leaves also of large bytes, wherever they are. It is asked about every object, which takes time.
+
+    The bytes arrive as what a persistent id stands for: containers are pickled as they are, with all that
+    refers to them.
+    """
+
+    def __init__(self, add: Add, leave_out: Callable[[PickleBuffer], None]) -> None:
+        super().__init__(add, leave_out)
+        self._met: dict[int, LargeBytes] = {}  # by `id`: one object in two places stays one
+
+    def persistent_id(self, obj: Any) -> LargeBytes | None:
+        """What to pickle in the place of large bytes; None for other objects."""
+        if type(obj) is not bytes or len(obj) < LARGE_NBYTES:
+            return None
+        return self._met.setdefault(id(obj), LargeBytes(obj))
+
+    def clear_memo(self) -> None:
+        """Forget the objects of a batch."""
+        super().clear_memo()
+        self._met.clear()
+
+
 _ADDED = make_placeholder()
 """Stands for the leaf that was added last: the pickler meets it before any other is added."""
 
@@ -74,6 +105,7 @@ class Encoder:
         self._taken = [0, 0]
         self._found: list[tuple[int, int]] | None = None
         self._pickler = _BatchPickler(self._add, self._leave_out)
+        self._large_bytes_pickler = _LargeBytesPickler(self._add, self._leave_out)
         self._known = _LONE_TENSOR.copy()  # headers and structures that come again, see `_key_of`
 
     def encode(self, batch: Any, found: list[tuple[int, int]] | None = None) -> Encoded:
@@ -97,7 +129,9 @@ class Encoder:
                 for tensor in tensors:  # in a third of the pickler's time
                     HANDLERS[torch.Tensor](tensor, self._add)
                 return self._commit(join_header((known,), self._rows))
-            pickler.dump(with_large_bytes(batch))
+            if shows_large_bytes(batch):
+                pickler = self._large_bytes_pickler
+            pickler.dump(batch)
             header = join_header(pickler.written, self._rows)
             # It comes again with the same placeholders, but not with buffers of the program's.
             if key and outputs.keys() >= {one for one in key if type(one) is PickleBuffer}:

@@ -3,7 +3,8 @@
 A handler is called by the pickler for every object of its type. It adds the object's memory as a leaf, and
 returns what the pickler is to write in the object's place (a reduction, as ``__reduce__`` returns): a call
 that puts the object together again around the placeholder of that leaf. In the main process the placeholder
-is the leaf, wrapped as its kind says: a tensor for ``TENSOR``, an ndarray for ``ARRAY`` and ``BYTES``.
+is the leaf, wrapped as its kind says: a tensor for ``TENSOR``, an ndarray for ``ARRAY``, a memoryview for
+``BYTES``.
 The pickler must meet the placeholder before another leaf is added: their order tells which row is whose.
 
 A type is added by one function in `HANDLERS`; a dtype by its name in `codec.layout`.
@@ -68,9 +69,11 @@ def wrap_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor
     return whole.set_(tensor.untyped_storage(), 0, tensor.size(), tensor.stride())
 
 
-def wrapper_of(kind: int, code: int) -> Callable[[np.ndarray[Any, Any]], Any]:
+def wrapper_of(kind: int, code: int) -> Callable[[Any], Any]:
     """The function that makes a leaf out of an array over its memory, of its carrier dtype."""
-    if kind != TENSOR:
+    if kind == BYTES:
+        return memoryview  # as an object's own code expects of a buffer: false if it is empty
+    if kind == ARRAY:
         return lambda array: array
     dtype = DTYPES[code]
     return torch.from_numpy if dtype.native else functools.partial(wrap_tensor, dtype=dtype.torch_dtype)
@@ -174,70 +177,43 @@ def _reduce_storage(storage: torch.UntypedStorage, add: Add) -> Any:
     return _as_storage, ([add(BYTES, _UINT8, (storage.nbytes(),), storage.data_ptr(), storage)],)
 
 
-def _as_storage(leaf: list[np.ndarray[Any, Any]]) -> torch.UntypedStorage:
-    return torch.from_numpy(leaf[0]).untyped_storage()
+def _as_storage(leaf: list[memoryview]) -> torch.UntypedStorage:
+    return torch.from_numpy(np.asarray(leaf[0])).untyped_storage()
 
 
 # --- bytes
 
-_LARGE_NBYTES = 16 << 10
+LARGE_NBYTES = 16 << 10
 _PROBED = 8  # of a list's or dict's first items
-_LOOKED_INTO = frozenset((bytes, list, tuple, dict))
 
 
 @dataclass(slots=True)
-class _LargeBytes:
-    """A bytes object in a batch that is about to be pickled: the pickler asks for no handler of bytes."""
+class LargeBytes:
+    """Stands for a bytes object of at least `LARGE_NBYTES`: the pickler asks for no handler of bytes."""
 
     value: bytes
 
 
-def with_large_bytes(batch: Any) -> Any:
-    """The batch, or a copy of its containers in which large bytes objects are leaves.
+def shows_large_bytes(batch: Any, depth: int = 2) -> bool:
+    """Whether a batch, its items or theirs, are large bytes: encoded images of samples, a column of them.
 
-    Looked for in the batch, its items and theirs, of built-in containers whose first items show some: encoded
-    images of samples, a column of them.
+    The first items of built-in containers are looked at.
     """
-    return _wrapped(batch, 2, {}) if _shows_large_bytes(batch, 2) else batch
-
-
-def _shows_large_bytes(item: Any, depth: int) -> bool:
-    kind = type(item)
+    kind = type(batch)
     if kind is bytes:
-        return len(item) >= _LARGE_NBYTES
+        return len(batch) >= LARGE_NBYTES
     if not depth or kind not in (list, tuple, dict):
         return False
-    items = item.values() if kind is dict else item
-    return any(_shows_large_bytes(part, depth - 1) for part in itertools.islice(items, _PROBED))
+    items = batch.values() if kind is dict else batch
+    return any(shows_large_bytes(part, depth - 1) for part in itertools.islice(items, _PROBED))
 
 
-def _wrapped(item: Any, depth: int, made: dict[int, Any]) -> Any:
-    """An item with its large bytes as leaves; one object in two places stays one."""
-    kind = type(item)
-    if len(item) < _LARGE_NBYTES if kind is bytes else not depth:
-        return item
-    wrapped = made.get(id(item))
-    if wrapped is None:
-        if kind is bytes:
-            wrapped = _LargeBytes(item)
-        elif kind is dict:
-            wrapped = {
-                key: _wrapped(part, depth - 1, made) if type(part) in _LOOKED_INTO else part
-                for key, part in item.items()
-            }
-        else:
-            wrapped = kind(
-                [_wrapped(part, depth - 1, made) if type(part) in _LOOKED_INTO else part for part in item]
-            )
-        made[id(item)] = wrapped
-    return wrapped
+def _reduce_bytes(item: LargeBytes, add: Add) -> Any:
+    return as_bytes, ([add(BYTES, _UINT8, (len(item.value),), None, item.value)],)
 
 
-def _reduce_bytes(item: _LargeBytes, add: Add) -> Any:
-    return _as_bytes, ([add(BYTES, _UINT8, (len(item.value),), None, item.value)],)
-
-
-def _as_bytes(leaf: list[np.ndarray[Any, Any]]) -> bytes:
+def as_bytes(leaf: list[memoryview]) -> bytes:
+    """The bytes object that a leaf is a copy of."""
     _keep_heap()
     return leaf[0].tobytes()
 
@@ -256,6 +232,6 @@ HANDLERS: dict[type, Handler] = {
     torch.nn.Parameter: _reduce_parameter,
     np.ndarray: _reduce_array,
     torch.UntypedStorage: _reduce_storage,
-    _LargeBytes: _reduce_bytes,
+    LargeBytes: _reduce_bytes,
 }
 """By the exact class of an object; subclasses are pickled by their own reductions."""

@@ -51,12 +51,17 @@ def block_of(data: Any, *, in_worker: bool) -> Source:
         array, dtype = _array_of_rows(data)
         if in_worker:
             return Source(_array_block(array, dtype))
-        # A copy by torch: memory that NumPy has seen could not be resized.
-        return Source(lambda rows: torch.tensor(_array_of_rows(data)[0].take(array_of(rows), axis=0)))
+        return Source(lambda rows: copied(_array_of_rows(data)[0].take(array_of(rows), axis=0)))
     raise NotGathered(
         f"a {type(data).__qualname__} may make its rows in a way of its own. Pass tensors of the class "
         "torch.Tensor itself (tensor.detach() of a Parameter)"
     )
+
+
+def copied(array: Array) -> torch.Tensor:
+    """An array as a new tensor, in memory of torch's own: what NumPy has seen could not be resized."""
+    tensor = torch.tensor(array)
+    return tensor if array.size else tensor.new_empty(array.shape)  # an empty array's strides would stay
 
 
 def _block_of_tensor(tensor: torch.Tensor) -> Gather:

@@ -110,6 +110,12 @@ def leaves(item: Any) -> list[torch.Tensor]:
     return [leaf for part in items for leaf in leaves(part)]
 
 
+def test_batches_without_items_have_the_strides_of_new_tensors() -> None:
+    for dataset in (np.zeros((ROWS, 0)), StackDataset(np.zeros((ROWS, 0, 3)))):
+        got, expected = (next(iter(build(dataset, BATCH))) for build in (DataLoader, TorchLoader))
+        assert [leaf.stride() for leaf in leaves(got)] == [leaf.stride() for leaf in leaves(expected)]
+
+
 def test_images_in_channels_last_come_as_torch_joins_them() -> None:
     films = torch.arange(ROWS * 24).reshape(ROWS, 2, 2, 2, 3).permute(0, 1, 4, 2, 3)
     for dataset in (TensorDataset(images()), images(), films, TensorDataset(images()[:, :, :1, :1])):

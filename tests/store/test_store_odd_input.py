@@ -7,6 +7,7 @@ import errno
 import gc
 import logging
 import os
+import pickle
 import resource
 import threading
 import uuid
@@ -80,6 +81,22 @@ def test_the_row_and_the_field_that_cannot_be_kept_are_named() -> None:
     with pytest.raises(AttributeError, match="pickle") as caught:
         share(rows)
     assert "its element [7]['inner']['b'][1] is a function, which cannot" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1fn_x2", "uint4", "bits8", "quint8"])
+def test_tensors_that_torch_cannot_read_from_a_pickle_are_refused_by_row_and_field(name: str) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip("this release of torch has no such dtype")
+    rows: list[Any] = [{"number": n} for n in range(3)]
+    rows[2]["packed"] = torch.arange(8, dtype=torch.uint8).view(dtype)
+    with pytest.raises(
+        pickle.PicklingError, match=rf"cannot read a tensor of {dtype} .*Share its bytes"
+    ) as caught:
+        share(rows)
+    assert "its element [2]['packed'] is a Tensor" in caught.value.__notes__[-1]
+    rows[2]["packed"] = rows[2]["packed"].view(torch.uint8)
+    assert share(rows)[2]["packed"].view(dtype).dtype is dtype
 
 
 @pytest.mark.parametrize("missing", ["c", "0"])

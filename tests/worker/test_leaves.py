@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -157,6 +158,34 @@ def test_large_bytes_are_leaves_and_one_object_in_two_places_stays_one() -> None
     assert one is other
 
 
+class Holder:
+    """An object with attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+SAMPLE = {"jpg": LARGE[0], "label": 1}
+IN_ITSELF: list[Any] = [SAMPLE]
+IN_ITSELF.append(IN_ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("batch", "pair"),
+    [
+        ({"samples": [SAMPLE], "first": SAMPLE}, lambda got: (got["samples"][0], got["first"])),
+        ([SAMPLE, Holder(best=SAMPLE)], lambda got: (got[0], got[1].best)),
+        ([SAMPLE, [[[[SAMPLE]]]]], lambda got: (got[0], got[1][0][0][0][0])),
+        ([LARGE[0], Holder(jpg=LARGE[0])], lambda got: (got[0], got[1].jpg)),
+        (IN_ITSELF, lambda got: (got, got[1])),
+    ],
+    ids=["at two depths", "in an object", "deeper", "bytes in an object", "a list in itself"],
+)
+def test_one_object_stays_one_beside_large_bytes(batch: Any, pair: Callable[[Any], Any]) -> None:
+    one, other = pair(arrives(batch))
+    assert one is other
+
+
 class Buffered:
     """An object whose own reduction leaves its bytes out of the pickle."""
 
@@ -165,6 +194,38 @@ class Buffered:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Buffered, (pickle.PickleBuffer(self.contents),)
+
+
+class Writable:
+    """Pickles itself as PEP 574 shows: its bytearray is a buffer that may be written to."""
+
+    def __init__(self, contents: Any) -> None:
+        self.contents = contents
+
+    @classmethod
+    def make(cls, buffer: Any) -> Writable:
+        return cls(bytearray(buffer) if buffer else None)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.make, (pickle.PickleBuffer(self.contents) if protocol >= 5 else self.contents,)
+
+
+class Keeps(Writable):
+    """Keeps the buffer that it is made of."""
+
+    @classmethod
+    def make(cls, buffer: Any) -> Keeps:
+        return cls(buffer)
+
+
+def test_a_buffer_of_an_objects_own_reduction_arrives_as_a_memoryview() -> None:
+    full, empty = arrives([Writable(bytearray(b"abc")), Writable(bytearray())])
+    assert (full.contents, empty.contents) == (bytearray(b"abc"), None)
+    written, read = arrives([Keeps(bytearray(b"abc")), Keeps(b"abc")])
+    written.contents[0] = ord("x")
+    assert written.contents == b"xbc"
+    assert read.contents.readonly
+    assert read.contents == b"abc"
 
 
 def test_leaves_of_all_origins_keep_their_order() -> None:

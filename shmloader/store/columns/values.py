@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import enum
+import functools
 import io
 import pathlib
 import pickle
@@ -325,6 +326,11 @@ class _ObjectPickler(pickle.Pickler):
             return _make_sparse, (value.indices(), value.values(), tuple(value.shape))
         kind = kind_of_tensor(value)
         if kind is None:
+            if not (value.is_quantized or value.dtype in CODE_OF_TORCH_DTYPE or _is_read_back(value.dtype)):
+                raise pickle.PicklingError(
+                    f"torch cannot read a tensor of {value.dtype} from a pickle. Share its bytes, "
+                    "tensor.view(torch.uint8)"
+                )
             return NotImplemented
         return _make_tensor, (array_of_tensor(value, kind.dtype), CODE_OF_TORCH_DTYPE[value.dtype])
 
@@ -355,6 +361,16 @@ def _make_scalar(base: Any, kind: type, plain: Any, attributes: dict[str, Any]) 
     if attributes:
         vars(scalar).update(attributes)
     return scalar
+
+
+@functools.cache
+def _is_read_back(dtype: torch.dtype) -> bool:
+    """Whether torch can pickle tensors of a dtype that has no kind, and can read what it has pickled."""
+    try:
+        pickle.loads(pickle.dumps(torch.empty(0, dtype=dtype)))
+    except Exception:  # noqa: BLE001 - they differ from dtype to dtype
+        return False
+    return True
 
 
 def _make_tensor(array: Any, code: int) -> torch.Tensor:
