@@ -14,7 +14,7 @@ from shmloader.codec.array_kinds import kind_of_tensor
 from shmloader.codec.slot_allocator import current_allocator
 from shmloader.foreign import is_hugging_face
 from shmloader.sources.base import NotGathered, Rows, Source, as_sample_field, make_output, within
-from shmloader.sources.blocks import joined_dtype
+from shmloader.sources.blocks import copied, joined_dtype
 
 _HF_FORMATS = (None, "numpy", "torch")  # others may be the program's own functions, or draw random numbers
 
@@ -40,12 +40,14 @@ def _join_taken(taken: Any) -> Any:
     """Make the batch from the result of a store's ``take``."""
     kind = type(taken)
     if kind is torch.Tensor:
-        return taken if current_allocator() is not None else taken.clone()
+        return (
+            taken if current_allocator() is not None else taken.clone(memory_format=torch.contiguous_format)
+        )
     if kind is np.ndarray:
         if joined_dtype(taken.dtype, taken.ndim) is None:
             raise NotGathered(f"torch joins single rows of {taken.dtype} to another dtype, or refuses them")
         array = np.ascontiguousarray(taken)
-        return torch.from_numpy(array) if current_allocator() is not None else torch.tensor(array)
+        return torch.from_numpy(array) if current_allocator() is not None else copied(array)
     if kind is dict:
         return {name: _join_taken(column) for name, column in taken.items()}
     if isinstance(taken, tuple):
@@ -110,7 +112,7 @@ def _join(column: Any, count: int) -> Any:
         dtype = joined_dtype(column.dtype, column.ndim)
         if dtype is not None and column.flags.c_contiguous:
             if current_allocator() is None:
-                return torch.tensor(column)
+                return copied(column)
             out = make_output(count, column.shape[1:], dtype)
             out.numpy()[...] = column
             return out

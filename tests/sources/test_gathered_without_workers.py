@@ -111,7 +111,9 @@ def leaves(item: Any) -> list[torch.Tensor]:
 
 
 def test_batches_without_items_have_the_strides_of_new_tensors() -> None:
-    for dataset in (np.zeros((ROWS, 0)), StackDataset(np.zeros((ROWS, 0, 3)))):
+    arrays, tensors = [np.zeros((0, 3))] * ROWS, [torch.zeros(0, 3)] * ROWS
+    stores = map(shmloader.share, (arrays, tensors, [{"boxes": one} for one in arrays]))
+    for dataset in (np.zeros((ROWS, 0)), StackDataset(np.zeros((ROWS, 0, 3))), *stores):
         got, expected = (next(iter(build(dataset, BATCH))) for build in (DataLoader, TorchLoader))
         assert [leaf.stride() for leaf in leaves(got)] == [leaf.stride() for leaf in leaves(expected)]
 
