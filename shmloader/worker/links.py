@@ -135,6 +135,7 @@ class ThreadLink:
         """Note that the worker ends; called in its thread."""
         self.error, self.ended = error, True
         self._wakeup.ring()
+        del self._wakeup  # a log may keep an exception of the thread, and so this link
 
 
 Link = ProcessLink | ThreadLink
