@@ -562,13 +562,13 @@ def test_one_that_was_let_go_may_ask_as_often_as_it_likes() -> None:
 
 
 def test_one_that_reads_nothing_is_told_so_once_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    greet = Connection.greet
+    connect = Connection.__init__
 
-    def greet_with_little_room(self: Connection, join: Any) -> None:
-        self.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a host's own may be megabytes
-        greet(self, join)
+    def connect_with_little_room(self: Connection, end: socket.socket) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a host's own may be megabytes
+        connect(self, end)
 
-    monkeypatch.setattr(Connection, "greet", greet_with_little_room)
+    monkeypatch.setattr(Connection, "__init__", connect_with_little_room)
     with served_by_thread(numbers(0), readers=1) as name, shmloader.attach(name) as reader:
         for _ in range(2000):
             batches = iter(reader)
