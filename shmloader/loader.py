@@ -291,11 +291,11 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
 
         Returns:
             A new flat dict of numbers, strings and None, mostly under 1 KB (see docs/resume.md), with the
-            same keys at any moment.
+            same keys at any moment. Empty for a DataPipe, with a warning.
 
         Raises:
-            ResumeError: If torch's own workers load, while two iterators are in use at once, for a sampler
-                or a dataset whose own state cannot be saved, with ``in_order=False`` if
+            ResumeError: If torch's own workers load, and no DataPipe; while two iterators are in use at once,
+                for a sampler or a dataset whose own state cannot be saved, with ``in_order=False`` if
                 ``shard="auto"`` deals out samples to several workers, and if ``taken`` is more than were
                 returned, or too far back.
         """

@@ -220,8 +220,8 @@ class Loading:
     def state_dict(self, taken: int | None = None) -> State:
         """The program's place in the epoch; see `DataLoader.state_dict`."""
         loader = self.loader()
-        if not self.states.begun:
-            check_resumable(loader.dataset, loader.num_workers)
+        if not (self.states.begun or has_states(loader)):
+            return {}
         taken = None if taken is None else operator.index(taken)
         return self.states.state(lambda: Settings.of(loader), _loaded_state(loader), taken)
 
@@ -257,7 +257,7 @@ class Loading:
         """Make the next iterator continue from a state; see `DataLoader.load_state_dict`."""
         loader = self.loader()
         if state != {}:  # None is refused, {} is an empty state
-            check_resumable(loader.dataset, loader.num_workers)
+            _check_resumable(loader.dataset, loader.num_workers)
             its_own = getattr(loader, "set_epoch", self.set_epoch)
             vars(loader)[_LOADED] = self.states.load(Settings.of(loader), state, its_own)
             _waiting.add(self)
@@ -343,12 +343,28 @@ def _must_load_as_torch(loader: Any) -> bool:
     return True
 
 
-def check_resumable(dataset: object, num_workers: int) -> None:
-    """Raise a `ResumeError` if a loader of this dataset with so many workers has no states."""
+def has_states(loader: Any) -> bool:
+    """Whether a loader has states. One of a DataPipe has none, with a warning: frameworks ask every loader.
+
+    Raises:
+        ResumeError: If a loader of another dataset has none.
+    """
+    try:
+        _check_resumable(loader.dataset, loader.num_workers)
+    except ResumeError as error:
+        if not isinstance(loader.dataset, DATAPIPES):
+            raise
+        warn_once(f"the state of a loader of a DataPipe is empty, and cannot be resumed: {error}")
+        return False
+    return True
+
+
+def _check_resumable(dataset: object, num_workers: int) -> None:
     if why := _why_as_torch(dataset, num_workers):
+        hint = " With num_workers=0 there is a state." if not _why_as_torch(dataset, 0) else ""
         raise ResumeError(
-            f"torch's own iterator loads here, which does not record how far the program has come. {why} "
-            "With num_workers=0, a torch that shmloader knows, and no DataPipe, there is a state."
+            "torch's own iterator loads here, which does not record how far the program has come. "
+            f"{why}{hint}"
         )
 
 

@@ -21,6 +21,7 @@ from shmloader.indices.samplers import RANKS_SHARE
 from shmloader.loader import DataLoader
 from shmloader.loading import loading_of
 from shmloader.patches import Patches
+from shmloader.resume.compatibility import ADDED_BY_OTHERS
 from shmloader.settings import OWN_DEFAULTS, option_in_effect
 
 _MODULE = "accelerate.data_loader"
@@ -139,7 +140,7 @@ def _followed(adapter: Any) -> Any:
 
 def _load_state_dict(load: Any, adapter: Any, state: Any) -> None:
     if not _is_idle(adapter):
-        load(adapter, state)
+        load(adapter, state if state.keys() - ADDED_BY_OTHERS else {})
         adapter.iteration = state.get(_ITERATION, getattr(adapter, "iteration", 0))
 
 

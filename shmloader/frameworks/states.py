@@ -13,7 +13,7 @@ import torch.utils.data
 
 from shmloader.distributed import rank_and_ranks
 from shmloader.errors import ResumeError, warn, warn_once
-from shmloader.loading import check_resumable, loading_of
+from shmloader.loading import has_states, loading_of
 from shmloader.resume.compatibility import ONE_RANK, is_of_one_rank
 from shmloader.settings import Settings, threads_of
 from shmloader.torch_private import GET_ITERATOR
@@ -46,8 +46,7 @@ def state_dict(loader: Any, *, taken: int | None = None) -> dict[str, Any]:
             raise ResumeError(
                 "it makes its iterator itself, or its workers are threads that pose as processes"
             )
-        check_resumable(loader.dataset, loader.num_workers)
-        return loading_of(loader).state_dict(taken)
+        return loading_of(loader).state_dict(taken) if has_states(loader) else {}
     except ResumeError as error:
         dataset = type(loader.dataset).__qualname__
         warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")

@@ -18,7 +18,7 @@ from shmloader.sources.blocks import block_of, is_array
 from shmloader.sources.datasets import OWN_METHODS, has_getbatch, plain_ints, source_of
 from shmloader.sources.tables import has_columns, hugging_face_rows, store_rows
 from shmloader.store_hooks import hooks
-from shmloader.torch_private import collate_fn_map, is_torchs_collation, unavailable, why_missing
+from shmloader.torch_private import DATAPIPES, collate_fn_map, is_torchs_collation, unavailable, why_missing
 
 _log = logging.getLogger("shmloader")
 _CUSTOM_COLLATE = (
@@ -29,6 +29,8 @@ _CHANGED_COLLATE = (
     "torch's default_collate_fn_map was changed for a type that shmloader would join itself. Leave it as "
     "torch has it, and pass a collate_fn instead"
 )
+
+_DATAPIPE = "the dataset is a DataPipe, which torch's own iterator loads. Write it as a map-style dataset"
 
 
 def recognise(dataset: Any, *, in_worker: bool) -> Source:
@@ -157,6 +159,8 @@ def why_per_sample(dataset: Any, collate_fn: Any = None) -> str | None:
 def _source_for(dataset: Any, collate_fn: Any, *, in_worker: bool) -> Source:
     if (lack := why_missing()) is not None:
         raise NotGathered(unavailable("gathering whole batches", lack))
+    if isinstance(dataset, DATAPIPES):
+        raise NotGathered(_DATAPIPE)
     if collate_fn is not None and not joins_by_default(collate_fn):
         raise NotGathered(_CHANGED_COLLATE if is_default_collate(collate_fn) else _CUSTOM_COLLATE)
     return recognise(dataset, in_worker=in_worker)

@@ -58,6 +58,9 @@ def _is_store(value: object) -> bool:
 
 
 def _takes_rows(dataset: object) -> bool:
+    base = sys.modules.get(f"{__name__}.base")
+    while base is not None and isinstance(dataset, base.Selection):
+        dataset = dataset.whole
     module = type(dataset).__module__  # not a subclass of the program's, which may give other rows
     return module in (f"{__name__}.base", f"{__name__}.rows", f"{__name__}.lazy") and _is_store(dataset)
 

@@ -22,14 +22,14 @@ from shmloader.store.memory import share_array
 from shmloader.store.ranges import Rows
 from shmloader.store.read_only import ReadOnly
 from shmloader.store.saving import save
-from shmloader.store_hooks import hooks
 
 _INT64 = np.dtype(np.int64)
 _MANY = (list, np.ndarray, torch.Tensor)  # quicker to ask for than a union
 _SENT_BY_HANDLE_NBYTES = 1 << 16  # of the numbers of selected rows
 _MOST_NUMBERS = 1 << 12  # of a slice that are made at once: about 50 us
 _INTERNAL = frozenset(  # what stores offer to the rest of shmloader, and not to programs
-    "KIND buffer chunks field form items_between plain row_of rows stored_keys stored_values value_at".split()
+    "KIND buffer chunks field form items_between plain row_of rows "
+    "stored_keys stored_values value_at whole".split()
 )
 
 
@@ -238,6 +238,11 @@ class Selection(Store):
         self._reads = 0
         self._numbers: list[Any] | None = None
 
+    @property
+    def whole(self) -> Store:
+        """The store that has the rows, and others."""
+        return self._store
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -294,9 +299,7 @@ class Selection(Store):
         return Selection(self._store.column(name), self._rows)
 
     def take(self, indices: Any, out: Any = None) -> Any:
-        """Some of these rows, gathered; a program's own class is given no function that makes outputs."""
-        if callable(out) and not hooks.takes_rows(self._store):
-            out = None
+        """Some of these rows, gathered."""
         return self._store.take(self._whole_numbers(indices), out)
 
     def describe(self) -> StoreDescription:

@@ -165,11 +165,13 @@ def members_in(path: object, file: Any, total: float) -> Iterator[tuple[int, str
         total: Its length in bytes, or infinity.
     """
     latest, extensions = "", set[str]()
-    others: list[str] = []
+    others, other = 0, ""
     for offset, name, data, size in _files_in(path, file, total):
         key, extension = _key_and_extension(name)
         if not key:
-            others.append(name)
+            others, other = others + 1, other or name
+            if others == 1 and total == math.inf:  # a stream may never come to its end
+                _warn_of_others(path, "", other)
             continue
         if key != latest:
             latest, extensions = key, set()
@@ -177,11 +179,12 @@ def members_in(path: object, file: Any, total: float) -> Iterator[tuple[int, str
             raise ArchiveError(f"{path}, offset {offset:,}: the sample {key!r} has two members .{extension}")
         extensions.add(extension)
         yield offset, key, extension, data, size
-    if others:
-        warn_once(
-            f"{path} has {len(others):,} file(s) without an extension, such as {others[0]!r}: they are in no "
-            "sample"
-        )
+    if others and total < math.inf:
+        _warn_of_others(path, f"{others:,} ", other)
+
+
+def _warn_of_others(path: object, count: str, first: str) -> None:
+    warn_once(f"{path} has {count}file(s) without an extension, such as {first!r}: they are in no sample")
 
 
 class _Headers(tarfile.TarFile):

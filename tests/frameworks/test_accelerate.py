@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from look_ahead import InThread, in_this_thread
+from parity.pipes import map_pipe
 
 import shmloader
 from frameworks.pages import assert_page_loads_from_slots, needs
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 @pytest.fixture(autouse=True)
 def accelerate_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = sys.modules["accelerate.data_loader"]
+    vars(module).setdefault("__warningregistry__", {})  # Python makes it at the first warning
     before, init = dict(vars(module)), module.DataLoaderAdapter.__init__
     monkeypatch.setattr(errors, "_said", set())
     yield
@@ -241,6 +243,25 @@ def test_states_that_are_wanted_and_cannot_be_had_are_errors() -> None:
     with pytest.raises(shmloader.ResumeError):
         list(zip(rows, rows, strict=True))
     rows.base_dataloader.close()
+
+
+@pytest.mark.filterwarnings("ignore:the state of a loader of a DataPipe is empty:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.* is not available for DataPipes:RuntimeWarning")
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("kind", [shmloader.DataLoader, torch.utils.data.DataLoader])
+def test_a_data_pipe_has_an_empty_state_which_is_saved_and_loaded(
+    kind: Any, stateful: bool, tmp_path: Path
+) -> None:
+    """It loads torch's way, which knows no place; the epoch begins again."""
+    with shmloader.install(stateful=stateful):
+        for _ in range(2):
+            begun = accelerator(use_stateful_dataloader=not stateful)
+            prepared = begun.prepare(kind(map_pipe(8), batch_size=4))
+            if (tmp_path / "random_states_0.pkl").exists():
+                begun.load_state(str(tmp_path))
+            assert [batch.tolist() for batch in prepared] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+            begun.save_state(str(tmp_path))
+            accelerate.state.AcceleratorState._reset_state(True)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -16,6 +17,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 import shmloader
 from frameworks.pages import assert_page_loads_from_slots, needs
@@ -224,6 +226,25 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(
         rest = run(16, str(tmp_path / "six.ckpt"))
     assert (len(begun), len(rest)) == (24, 40)
     assert sorted(begun + rest) == list(range(64))
+
+
+@pytest.mark.filterwarnings("ignore:.* is not available for DataPipes:RuntimeWarning")
+@pytest.mark.parametrize("installed", [False, True])
+def test_checkpoints_of_a_data_pipe_have_no_state_of_it(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads torch's way, which knows no place. Training goes on from them, and one warning says it."""
+    monkeypatch.setattr(errors, "_said", set())
+    pipe = SequenceWrapper([torch.tensor([float(number)]) for number in range(32)])
+    model = Model()
+    with shmloader.install(stateful=True) if installed else contextlib.nullcontext():
+        with pytest.warns(RuntimeWarning, match="a loader of a DataPipe is empty, and cannot be") as told:
+            _trainer(tmp_path, 7).fit(model, shmloader.DataLoader(pipe, batch_size=4))
+        _trainer(tmp_path, 8).fit(
+            model, shmloader.DataLoader(pipe, batch_size=4), ckpt_path=str(tmp_path / "six.ckpt")
+        )
+    assert len([one for one in told if "a DataPipe is empty" in str(one.message)]) == 1
+    assert len(model.seen) == 9
 
 
 def run(folder: Path, kind: Any, checkpoint: str | None = None, **arguments: Any) -> list[float]:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import MapDataPipe
 
 from parity.compare import differences
 from parity.datasets import CountedStream, SizedStream, Stream, identity
 from parity.pipes import double, iter_pipe, map_pipe
 from parity.run import Build, assert_plays, builder, outcome, states, take
-from shmloader import DataLoader, ResumeError, errors
+from shmloader import DataLoader, ResumeError, errors, why_per_sample
 
 LENGTHS = [(0,), (5,), (3, 3), (1, 9), (9, 1), (0, 4), (4, 0), (0, 0), (7, 2, 4), (1, 0, 6)]
 SHAPES: list[dict[str, Any]] = [
@@ -165,8 +166,8 @@ def test_data_pipes_load_torchs_way_and_one_warning_says_why(
     def play(build: Build) -> Any:
         generator = torch.Generator().manual_seed(4) if own_generator else None
         loader = build(make_pipe(20), 3, True, generator=generator, worker_init_fn=double, **how)
-        drawn = [] if generator is None else [generator.get_state()]
-        return [list(loader), take(iter(loader), 2), list(loader), states(), drawn]
+        seen = [list(loader), take(iter(loader), 2), list(loader), states()]
+        return [*seen, None if generator is None else generator.get_state()]
 
     ours, theirs = outcome(play, builder(DataLoader)), outcome(play, builder(TorchLoader))
     (kind, text), ours.warned = ours.warned[0], ours.warned[1:]
@@ -176,15 +177,41 @@ def test_data_pipes_load_torchs_way_and_one_warning_says_why(
     assert sorted(torch.cat(ours.result[0]).tolist()) == [2 * k for k in range(20)]
 
 
-def test_data_pipes_have_no_states_and_are_not_divided_by_the_loader() -> None:
-    with pytest.raises(ResumeError, match="for DataPipes, which torch's own iterator seeds and shards"):
-        DataLoader(iter_pipe(20)).state_dict()
-    with pytest.raises(ResumeError, match="for DataPipes"):
-        DataLoader(iter_pipe(20), num_workers=1).load_state_dict({"batches": 1})
+@pytest.mark.parametrize("make_pipe", PIPES.values(), ids=PIPES)
+def test_states_of_data_pipes_are_empty_and_no_other_can_be_loaded(
+    make_pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frameworks ask each loader for its state."""
+    monkeypatch.setattr(errors, "_said", set())
+    loader = DataLoader(make_pipe(20), num_workers=1)
+    with pytest.warns(RuntimeWarning, match="DataPipe is empty, and cannot be resumed: .* seeds") as told:
+        assert loader.state_dict() == loader.state_dict() == {}
+    assert len(told) == 1
+    loader.load_state_dict({})
+    with pytest.raises(ResumeError, match=r"for DataPipes, which torch's .* seeds .*a map-style dataset\.$"):
+        loader.load_state_dict({"batches": 1})
+
+
+def test_data_pipes_are_not_divided_by_the_loader() -> None:
     with pytest.raises(NotImplementedError, match=r"for DataPipes.* not divide streams as shard='auto' asks"):
         iter(DataLoader(iter_pipe(20), shard="auto"))
     with pytest.raises(ValueError, match="needs an iterable-style dataset"):
         DataLoader(map_pipe(20), shard="auto")
+
+
+class Gathering(MapDataPipe[Any]):
+    """A pipe with a method that gives whole batches, which torch's way never calls."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getbatch__(self, indices: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_samples_of_data_pipes_are_fetched_one_by_one_for_one_reason() -> None:
+    for pipe in (Gathering(), map_pipe(4), iter_pipe(4)):
+        assert "the dataset is a DataPipe, which torch's own iterator loads" in str(why_per_sample(pipe))
 
 
 def test_options_without_effect_on_a_data_pipe_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,10 @@ def test_each_batch_has_the_outputs_that_its_own_rows_fit_in() -> None:
 
 
 class Squares(Store[float]):
-    """A store of the program's own, whose ``take`` is called with outputs as documented."""
+    """A store of the program's own, whose ``take`` gives another dtype than single rows have."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
 
     def __len__(self) -> int:
         return ROWS
@@ -381,11 +384,8 @@ class Squares(Store[float]):
         return float(index**2)
 
     def take(self, indices: Any, out: Any = None) -> Any:
-        taken = np.square(np.asarray(indices), dtype=np.float64)
-        if out is None:
-            return taken
-        np.asarray(out)[:] = taken
-        return out
+        assert out is None
+        return np.square(np.asarray(indices)).astype(self.dtype)
 
     def describe(self) -> StoreDescription:
         return StoreDescription("squares", ROWS, 0, 0)
@@ -394,8 +394,11 @@ class Squares(Store[float]):
         raise TypeError("squares are made when they are read")
 
 
-def test_a_part_of_a_store_of_the_programs_own_is_gathered(caplog: pytest.LogCaptureFixture) -> None:
-    dataset = Squares()[2:]
-    assert gathered(dataset, [1, 3, 0], caplog)
-    loader = DataLoader(dataset, batch_sampler=[[1, 3, 0]], num_workers=1, worker_type="thread")
-    assert next(iter(loader)).tolist() == [9, 25, 4]
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int32])
+def test_a_part_of_a_store_of_the_programs_own_is_read_row_by_row(dtype: Any) -> None:
+    """As the store itself, of which the loader knows no more than of another dataset."""
+    for dataset in (Squares(dtype), Squares(dtype)[2:], Squares(dtype)[2:].select([5, 0, 9, 2])):
+        expected = default_collate([dataset[index] for index in (1, 3, 0)])
+        for how in ({}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}):
+            loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=[[1, 3, 0]], **how)
+            assert_same(next(iter(loader)), expected)

@@ -171,8 +171,9 @@ def test_a_member_that_is_refused_costs_its_sample_or_its_archive(tmp_path: Path
     assert next(iterator) == {"__key__": "b", "json": []}
     with pytest.raises(ArchiveError, match=r"b\.tar, offset 512: the sample 'c' has two members \.txt"):
         next(iterator)
-    with pytest.warns(RuntimeWarning, match=r"1 file\(s\) without an extension, such as 'README'"):
-        assert [*iterator] == [{"__key__": "e", "txt": "e"}]
+    with pytest.warns(RuntimeWarning, match=r"c\.tar has file\(s\) without an extension, such as 'README'"):
+        assert next(iterator) == {"__key__": "e", "txt": "e"}  # a program may leave the stream here
+    assert [*iterator] == []
     with pytest.raises(FileNotFoundError):
         next(iter(TarStream(tmp_path / "missing.tar.gz")))
 

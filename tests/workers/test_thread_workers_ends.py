@@ -67,17 +67,17 @@ def fail_to_begin(loader: DataLoader[Any]) -> None:
 
 
 @pytest.mark.parametrize("end", [finish, leave, forget_in_a_cycle, close, shut_down, fail_to_begin])
-def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None]) -> None:
-    """The iterator may end in any way, and another one can be begun."""
+def test_no_thread_is_left(end: Callable[[DataLoader[Any]], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator may end in any way, and another one can be begun. Each end waits for idle threads."""
+    for name in ("_CLOSE_S", "_LEAST_CLOSE_S"):
+        monkeypatch.setattr(f"shmloader.workers.threads.{name}", 60.0)
     before = threading.active_count()
     loader = threads(loading.Numbered(40), batch_size=2, num_workers=3)
     sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]
     end(loader)
-    join_workers()
     assert threading.active_count() == before
     loader.batch_sampler.sampler = sampler  # type: ignore[union-attr]
     assert torch.cat(list(loader))[:, 0].tolist() == list(range(40))
-    join_workers()
     assert threading.active_count() == before
 
 
