@@ -20,7 +20,7 @@ from shmloader.in_process import InProcessIterator
 from shmloader.indices.samplers import length_of, with_inner
 from shmloader.iterator import SlotIterator
 from shmloader.memory import why_unavailable
-from shmloader.memory.limits import ProcessorUse, cores, processor_use
+from shmloader.memory.limits import ProcessorUse, processor_use
 from shmloader.order.auto import Auto, auto_for
 from shmloader.resume.compatibility import State, is_between_epochs
 from shmloader.resume.readers import Followed
@@ -287,8 +287,8 @@ class Loading:
         places = [place for iterator in iterators for place in list(iterator.table.places)]
         of_cores: dict[str, Any] = {}
         if self.processor_before is not None:
-            shares = processor_use(self.pids()).shares_since(self.processor_before)
-            of_cores = {"usable_cores": cores().usable, **shares}
+            use = processor_use(self.pids())
+            of_cores = {"usable_cores": use.cores.usable, **use.shares_since(self.processor_before)}
         return LoaderStatistics(
             **figures(places),
             oldest_leases=tuple(text for iterator in iterators for text in iterator.table.oldest_leases()),

@@ -20,6 +20,7 @@ _SAME = (
 """Figures of the same name in `LoaderStatistics` and `Evidence`."""
 
 _Counts = TypeVar("_Counts")
+_Replay = Callable[[Any, int | None], Any]
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Counters:
     waited_before_ns: int = 0  # `wait_for_workers_ns` when it began
     workers_are_new: bool = False  # they were started for this epoch
     recorder: Recorder | None = None  # while the loader is profiled
-    replay: Callable[[Any, int | None], Any] | None = None  # replaces iterators while a profile replays
+    replays: list[_Replay] = field(default_factory=list)  # of profiles that replay; the last one begun counts
     _owned: dict[type, Any] = field(default_factory=dict)
 
     def begin_epoch(self, num_workers: int = 0, *, starts: bool = False, is_undivided: bool = False) -> None:
@@ -298,11 +299,28 @@ class Counters:
         """Note that torch's own iterator loads."""
         self.torchs_way = True
 
-    def record(
-        self, recorder: Recorder | None, replay: Callable[[Any, int | None], Any] | None = None
-    ) -> None:
-        """Have epochs from now on recorded, or replayed by a function of an iterator and its length."""
-        self.recorder, self.replay = recorder, replay
+    def record(self, recorder: Recorder | None) -> None:
+        """Have epochs from now on recorded."""
+        self.recorder = recorder
+
+    def begin_replay(self, replay: _Replay) -> None:
+        """Have epochs from now on replayed by a function of an iterator and its length."""
+        self.replays.append(replay)
+
+    def end_replay(self, replay: _Replay) -> None:
+        """Have epochs replayed no longer by a function, which need not be the one that began last."""
+        if replay in self.replays:
+            self.replays.remove(replay)
+
+    def forget_profiles(self) -> None:
+        """Have epochs from now on neither recorded nor replayed."""
+        self.recorder = None
+        self.replays.clear()
+
+    @property
+    def replay(self) -> _Replay | None:
+        """What replaces iterators now."""
+        return self.replays[-1] if self.replays else None
 
     def add(self, name: _Rare, count: int = 1) -> None:
         """Add to a count that few batches have."""

@@ -68,7 +68,11 @@ _Found = tuple[Cause, str]
 
 @dataclass(frozen=True)
 class Profiled:
-    """Figures that only a profile has; seconds are sums over all batches, and over the workers."""
+    """Figures that only a profile has; seconds are sums over all batches, and over the workers.
+
+    What workers made of an epoch that was begun early, before the profile, was not measured: take shares of
+    `made_s`, and the time for which workers were busy from `Evidence`.
+    """
 
     step_s: float  # of the program, between two calls of ``next()``
     sampler_s: float
@@ -84,6 +88,11 @@ class Profiled:
     slow_sample: str = ""  # the slowest sample, in words; empty if all are alike
     excess_s: float = 0.0  # what samples much slower than others of their batch took beyond these
     steps: int = 0  # of the program
+
+    @property
+    def made_s(self) -> float:
+        """The time that workers took to make the batches that they have measured."""
+        return self.fetch_s + self.collate_s + self.write_s
 
     @property
     def bound_batches_per_s(self) -> float:
@@ -223,7 +232,7 @@ def _starts(e: Evidence) -> _Found | None:
 
 def _lack_of_cores(e: Evidence) -> _Found | None:
     p = e.profiled
-    delayed = p is not None and p.delay_s >= _DELAYED * e.made_s
+    delayed = p is not None and p.delay_s >= _DELAYED * p.made_s > 0
     if e.throttled_share >= _THROTTLED:
         return Cause.THROTTLED, (
             f"The cgroup's processor quota is the bottleneck: it was used up in {e.throttled_share:.0%} of "
@@ -232,15 +241,15 @@ def _lack_of_cores(e: Evidence) -> _Found | None:
         )
     if p is not None and delayed and e.foreign_cores >= _FOREIGN * e.usable_cores:
         # Would these workers keep up if they had had a core whenever they were ready?
-        alone_s = max(p.cpu_s, e.made_s - p.delay_s) / e.num_workers
+        alone_s = max(p.cpu_s, p.made_s - p.delay_s) / p.made_s * e.made_s / e.num_workers
         if alone_s <= p.step_s + p.sampler_s + p.next_s:
             return Cause.FOREIGN, (
                 f"Other programs are the bottleneck: they kept {e.foreign_cores:.1f} of {e.usable_cores} "
-                f"cores busy, and workers had no core for {share_of(p.delay_s, e.made_s)} of their time. "
+                f"cores busy, and workers had no core for {share_of(p.delay_s, p.made_s)} of their time. "
                 "Stop them, or ask for cores of your own."
             )
     if e.num_workers > e.usable_cores > 0 and (delayed if p else e.is_full) and not e.autotune:
-        why = f"; they had no core for {share_of(p.delay_s, e.made_s)} of their time" if p else ""
+        why = f"; they had no core for {share_of(p.delay_s, p.made_s)} of their time" if p else ""
         return Cause.TOO_MANY, (
             f"The workers are the bottleneck: {e.waited}, and there are too many: {e.num_workers} of them "
             f"share {e.usable_cores} cores{why}. num_workers={e.usable_cores} loads as fast; beyond that "
@@ -251,10 +260,10 @@ def _lack_of_cores(e: Evidence) -> _Found | None:
 
 def _one_slow(e: Evidence) -> _Found | None:
     p = e.profiled
-    if p is not None and p.excess_s >= _SAMPLE * e.made_s:
+    if p is not None and p.excess_s >= _SAMPLE * p.made_s > 0:
         return Cause.SLOW_SAMPLE, (
             f"One slow sample is the bottleneck: {p.slow_sample}, and such samples took "
-            f"{share_of(p.excess_s, e.made_s)} of the workers' time; {e.waited}. Look at that sample; "
+            f"{share_of(p.excess_s, p.made_s)} of the workers' time; {e.waited}. Look at that sample; "
             'dispatch="dynamic" lets the other workers go on meanwhile.'
         )
     if p is not None and p.slow_worker is not None and p.slow_worker[1] >= _SLOWER:
@@ -269,9 +278,9 @@ def _one_slow(e: Evidence) -> _Found | None:
 
 def _writing(e: Evidence) -> _Found | None:
     p = e.profiled
-    if p is None or p.write_s < _WRITING * e.made_s:
+    if p is None or not p.made_s or p.write_s < _WRITING * p.made_s:
         return None
-    wrote = f"workers took {share_of(p.write_s, e.made_s)} to write batches"
+    wrote = f"workers took {share_of(p.write_s, p.made_s)} to write batches"
     if p.header_nbytes * _AS_QUICK > p.copied_nbytes:
         return _pickled(p, wrote)
     return Cause.COPIED, (
@@ -283,7 +292,7 @@ def _writing(e: Evidence) -> _Found | None:
 def _number_of_workers(e: Evidence) -> _Found | None:
     p, cores = e.profiled, e.usable_cores
     busy = e.made_s / (e.num_workers * e.total_s) if e.num_workers else 0.0
-    waits = p is not None and 0 < p.cpu_s < (e.made_s - p.delay_s) / 2
+    waits = p is not None and 0 < p.cpu_s < (p.made_s - p.delay_s) / 2
     if e.autotune or (e.is_full and not waits) or (e.made_s and busy < _BUSY):
         return None
     most = _MOST_PER_CORE * cores if waits else cores
@@ -319,19 +328,20 @@ def _work(e: Evidence) -> _Found:
             f"{the}, although workers were busy for only {busy:.0%} of the time: "
             'batches take different times. dispatch="dynamic" or a larger prefetch_factor evens that out.'
         )
-    if p is None:
+    if p is None or not p.made_s:
         more = "" if e.usable_cores else "more workers or "
+        how = "loader.profile()" if p is None else "A profile of more epochs"
         return (
             Cause.WORKERS,
-            f"{the}; {more}quicker samples would help. loader.profile() says what takes the workers' time.",
+            f"{the}; {more}quicker samples would help. {how} says what takes the workers' time.",
         )
     if p.collate_s > p.fetch_s:
         return Cause.COLLATE, (
-            f"{the}, and collate_fn takes {share_of(p.collate_s, e.made_s)} of a worker's time; let it make "
+            f"{the}, and collate_fn takes {share_of(p.collate_s, p.made_s)} of a worker's time; let it make "
             "fewer and larger calls, or leave it to default_collate."
         )
     return Cause.FETCH, (
-        f"{the}, and fetching samples takes {share_of(p.fetch_s, e.made_s)} of a worker's time; quicker "
+        f"{the}, and fetching samples takes {share_of(p.fetch_s, p.made_s)} of a worker's time; quicker "
         "samples (dataset[i]) would help."
     )
 

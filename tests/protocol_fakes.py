@@ -130,6 +130,9 @@ class Workers:
         worker_id = self._main.wake()
         return [] if worker_id is None else [self.workers[worker_id]]
 
+    def ready(self) -> list[_Worker]:
+        return [worker for worker in self.workers if worker.says]
+
     def send(self, worker_id: int, record: bytes) -> None:
         task = unpack_request(record)
         there = True

@@ -33,6 +33,7 @@ from shmloader.cli.programs import (
 )
 from shmloader.memory.process_memory import read_memory
 from shmloader.monitor import Monitor, start
+from shmloader.monitor.findings import About
 from shmloader.monitor.inside import REPORTS
 from shmloader.monitor.view import render
 
@@ -135,7 +136,7 @@ def _follow(monitor: Monitor, ends: Sequence[int], display: Any) -> None:
 
     Without a `live_display` the table is shown now and then, and findings at once.
     """
-    waiting, said, shown_s = list(ends), dict[tuple[int, str], int](), time.monotonic()
+    waiting, said, shown_s = list(ends), dict[About, int](), time.monotonic()
     with display or contextlib.nullcontext():
         while waiting:
             monitor.read()
@@ -151,7 +152,7 @@ def _follow(monitor: Monitor, ends: Sequence[int], display: Any) -> None:
             waiting = [fd for fd in waiting if fd not in ended]
 
 
-def _say_findings(monitor: Monitor, said: dict[tuple[int, str], int]) -> None:
+def _say_findings(monitor: Monitor, said: dict[About, int]) -> None:
     """Say the findings that are new, or about twice as much as when they were ``said``."""
     for finding in monitor.findings():
         if finding.nbytes > 2 * said.get(finding.about, -1):

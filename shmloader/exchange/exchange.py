@@ -220,7 +220,11 @@ class Exchange:
             raise lifecycle.expect(NotReady(why, lifecycle))
         self._nothing_since_s = None
         if not ready:
-            self._recover(self._recovery.silent_worker(due_from), self._timeout_s)
+            silent = self._recovery.silent_worker(due_from)
+            stack = f"\n{self.workers.stack_of(silent.worker_id)}"
+            ready = self.workers.ready()  # what came while the stack was read counts, of whichever worker
+            if not ready:
+                self._recover(silent, self._timeout_s, stack)
         for worker in ready:
             # What a dead worker had written before it died is read first: it is whole.
             records = worker.receive()
@@ -310,10 +314,9 @@ class Exchange:
 
     # --- workers that die or do not answer
 
-    def _recover(self, worker: Worker, silent_s: float | None) -> None:
-        """Replace a worker that is dead, or has been silent for ``silent_s``, or raise the error for it."""
-        stack = "" if silent_s is None else f"\n{self.workers.stack_of(worker.worker_id)}"
-        # Answers that it still sent count, also while its stack was read: those tasks are done.
+    def _recover(self, worker: Worker, silent_s: float | None, stack: str = "") -> None:
+        """Replace a worker that is dead, or silent for ``silent_s`` with this stack, or raise the error."""
+        # Answers that it still sent count: those tasks are done.
         while records := worker.receive():
             self._accept(worker, records)
             if silent_s is not None or self.workers.workers[worker.worker_id] is not worker:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import operator
 import os
 import time
@@ -194,7 +195,7 @@ class Cores(NamedTuple):
     # Cores' worth of time that the tightest cgroup grants (2.5: two and a half seconds of processor time per
     # second), or None if there is no quota.
     quota: float | None
-    launcher: int | None = None  # those that this process's parent may run on; None for all of the machine
+    launcher: int | None = None  # those that the launcher of ranks may run on; None for all of the machine
 
     @property
     def ranks(self) -> int:
@@ -210,14 +211,43 @@ class Cores(NamedTuple):
 
 def cores() -> Cores:
     """Cores of the machine, of this process's affinity, and of its cgroups' quotas."""
+    return _cores(_affinity(), _quotas())
+
+
+def _cores(affinity: frozenset[int], quotas: dict[Path, float]) -> Cores:
     machine = os.cpu_count() or 1
-    affinity, launcher = machine, None
-    if hasattr(os, "sched_getaffinity"):
-        affinity = len(os.sched_getaffinity(0))
-        with contextlib.suppress(OSError):  # it has ended
-            launcher = len(os.sched_getaffinity(os.getppid()))
-    quotas = [quota for folder in _cgroups("cpu") if (quota := _cpu_quota(folder)) is not None]
-    return Cores(machine, affinity, min(quotas, default=None), launcher)
+    launcher = _launchers_cores() if affinity and _RANKS in os.environ else None
+    return Cores(machine, len(affinity) or machine, min(quotas.values(), default=None), launcher)
+
+
+def _affinity() -> frozenset[int]:
+    """The numbers of the cores that this process may run on; empty if it is not Linux."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+@functools.cache
+def _launchers_cores() -> int | None:
+    """The number of cores that the launcher of this rank may run on; None if it has ended.
+
+    Between the two may be a shell, or a rank whose child this is. They have a rank's environment, as the
+    launcher itself has not; nor can one be read that belongs to another user.
+    """
+    with contextlib.suppress(psutil.Error, OSError):
+        launcher = psutil.Process().parent()
+        while launcher is not None:
+            environment: dict[str, str] = {}
+            with contextlib.suppress(psutil.AccessDenied, PermissionError):
+                environment = launcher.environ()
+            above = launcher.parent() if _RANKS in environment else None
+            if above is None:
+                return len(os.sched_getaffinity(launcher.pid))
+            launcher = above
+    return None
+
+
+def _quotas() -> dict[Path, float]:
+    """The quotas of this process's cgroups, by their folders."""
+    return {folder: quota for folder in _cgroups("cpu") if (quota := _cpu_quota(folder)) is not None}
 
 
 def _cpu_quota(folder: Path) -> float | None:
@@ -238,6 +268,8 @@ class ProcessorUse(NamedTuple):
     # given to others. None if it may use only a part of that time (by a quota, or beside other ranks): whose
     # the rest is cannot be told.
     busy_s: float | None
+    affinity: frozenset[int]  # the cores that this process may use; empty if unknown
+    cores: Cores
     periods: int  # periods of the scheduler in which a cgroup with a quota ran; 0 without a quota
     throttled: int  # those in which its quota was used up
 
@@ -248,7 +280,8 @@ class ProcessorUse(NamedTuple):
         """
         seconds = max(self.at_s - before.at_s, 1e-9)
         own_s, busy_s = max(0.0, self.own_s - before.own_s), 0.0
-        if self.busy_s is not None and before.busy_s is not None:
+        # The time of other cores began with the machine.
+        if self.busy_s is not None and before.busy_s is not None and self.affinity == before.affinity:
             busy_s = self.busy_s - before.busy_s
         return {
             "own_cores": own_s / seconds,
@@ -279,20 +312,20 @@ def processor_use(pids: Iterable[int | None] = ()) -> ProcessorUse:
     user_s, system_s, childrens_user_s, childrens_system_s, _ = os.times()
     own_s = user_s + system_s + childrens_user_s + childrens_system_s + _ended_s
     own_s += sum(map(_process_s, pids))
-    found = cores()
-    busy_s = _busy_s() if found.usable == found.affinity else None
-    limited = [folder for folder in _cgroups("cpu") if _cpu_quota(folder) is not None]
-    stats = [_fields(folder / "cpu.stat") for folder in limited]
+    affinity, quotas = _affinity(), _quotas()
+    found = _cores(affinity, quotas)
+    busy_s = _busy_s(affinity) if affinity and found.usable == found.affinity else None
+    stats = [_fields(folder / "cpu.stat") for folder in quotas]
     most = max(stats, key=lambda stat: stat.get("nr_throttled", 0), default={})
     periods, throttled = most.get("nr_periods", 0), most.get("nr_throttled", 0)
-    return ProcessorUse(time.monotonic(), own_s, busy_s, periods, throttled)
+    return ProcessorUse(time.monotonic(), own_s, busy_s, affinity, found, periods, throttled)
 
 
-def _busy_s() -> float | None:
-    """Seconds for which the cores that this process may use were busy so far; None if unknown."""
+def _busy_s(usable: frozenset[int]) -> float | None:
+    """Seconds for which cores were busy so far; None if unknown."""
     try:
-        usable, lines = os.sched_getaffinity(0), _PROCESSOR_TIMES.read_text().splitlines()
-    except (OSError, AttributeError):  # it is not Linux
+        lines = _PROCESSOR_TIMES.read_text().splitlines()
+    except OSError:
         return None
     ticks = 0
     for name, *times in map(str.split, lines):

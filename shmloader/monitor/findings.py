@@ -32,11 +32,18 @@ def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.0f} MB"
 
 
+About = tuple[int, str, int]
+"""A process, an expression in it, and the ``id`` of what that stood for; 0 where it does not matter.
+
+A program may make a loader for each epoch, and ``loader.dataset`` may be one dataset after the other.
+"""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that is seen."""
 
-    about: tuple[int, str]  # process, and an expression in it; a program may make a loader for each epoch
+    about: About
     nbytes: int  # that it is about
     text: str  # the sentence
 
@@ -56,7 +63,7 @@ def find(
         if finding is not None:
             yield finding
         if report.original_nbytes >= LEAST_NBYTES:
-            yield Finding((report.pid, f"del {report.original}"), report.original_nbytes, _held(report))
+            yield Finding((report.pid, f"del {report.original}", 0), report.original_nbytes, _held(report))
     why = "no loader of the program has reported it as its worker, so the cause cannot be told"
     if not looks_inside:
         why = "the cause cannot be told from outside, but if the program is started by this command"
@@ -64,7 +71,9 @@ def find(
         grows_itself = growth.resident_nbytes_per_min >= LEAST_NBYTES  # not only as its children end
         if pid not in workers and grows_itself and _is_lasting(growth):
             grows = f"grows by {megabytes(growth.nbytes_per_min)}/min"
-            yield Finding((pid, ""), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}")
+            yield Finding(
+                (pid, "", 0), growth.nbytes, f"process {pid} ({growth.process.name}) {grows}: {why}"
+            )
 
 
 def _is_lasting(growth: Growth) -> bool:
@@ -87,7 +96,7 @@ def _forked(report: Report, workers: Sequence[Growth], most: int, rate: float) -
         said += f" ({megabytes(most)} so far). The cause cannot be told: {report.error or holds}"
     else:
         return None
-    return Finding((report.pid, report.owner), most, said)
+    return Finding((report.pid, report.owner, report.owned), most, said)
 
 
 def _rebuilt(report: Report, most: int, rate: float) -> Finding | None:
@@ -97,7 +106,7 @@ def _rebuilt(report: Report, most: int, rate: float) -> Finding | None:
     done = f" ({megabytes(most)} private so far)" if most else ""
     grows = f", growing by {megabytes(rate)}/min" if rate >= _LEAST_RATE else ""
     return Finding(
-        (report.pid, report.owner),
+        (report.pid, report.owner, report.owned),
         most,
         f"each worker of {report.dataset} is sent, and rebuilds, the {megabytes(report.nbytes)} of "
         f"`{report.owner}`{done}{grows}: {report.start_method} shares no objects. {cure(report)}",

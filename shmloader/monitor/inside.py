@@ -46,6 +46,7 @@ class Report:
     original: str = ""  # the variable by which the program still holds a list or dict that it has shared
     original_nbytes: int = 0
     error: str = ""  # why the dataset could not be looked at; "" if it was
+    owned: int = 0  # the ``id`` of the owner, or of the dataset without one: loaders may be made anew
 
 
 _REFERENCES = 3  # to the copy of a frame's variables: the frame's, ours, and that of a call
@@ -114,6 +115,7 @@ def _look(loader: Any, frame: types.FrameType | None) -> Report:
             weakref.finalize(loader, _seen.pop, id(loader), None)
         elif known.pid == report.pid:
             return known
+        report = replace(report, owned=id(loader.dataset))
         report = _seen[id(loader)] = _report(loader, report, frame)
     except Exception as error:  # noqa: BLE001 - of objects of any kind; the program must not see it
         report = replace(report, error=repr(error))
@@ -142,7 +144,7 @@ def _report(loader: Any, report: Report, frame: types.FrameType | None) -> Repor
     path = name + owner.path.removeprefix(static.name_of(type(dataset)))
     if not own_name:  # a loader may be made anew for each epoch: what was given to its dataset is shared once
         path = _name_of(owner.value, frame) or path
-    return replace(report, owner=path, nbytes=nbytes, is_shareable=shareable)
+    return replace(report, owner=path, nbytes=nbytes, is_shareable=shareable, owned=id(owner.value))
 
 
 def _largest_copied(graph: Graph) -> tuple[int, Node]:

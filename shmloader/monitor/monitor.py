@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from shmloader.memory.limits import Headroom, memory_headroom
-from shmloader.monitor.findings import Finding, Growth, find
+from shmloader.monitor.findings import About, Finding, Growth, find
 from shmloader.monitor.inside import Report, listen, read_reports
 from shmloader.monitor.processes import ProcessMemory, ProcessTree, shared_nbytes
 
@@ -73,7 +73,7 @@ class Monitor:
         self._every_s = every_s
         self._path, self._offset = reports, 0
         self._reports: dict[tuple[int, int], Report] = {}
-        self._findings: dict[tuple[int, str], Finding] = {}
+        self._findings: dict[About, Finding] = {}
         self._first: dict[int, ProcessMemory] = {}
         self._began_s = time.monotonic()
         self._ended = threading.Event()

@@ -48,7 +48,6 @@ class Profile:
         self._counters, self._statistics, self._pids = counters, statistics, pids
         self._recorder = BatchRecorder(every_s, None if tell is None else lambda: tell(self.report()))
         self._replays = replay
-        self._outer_replay: Callable[[Any, int | None], Any] | None = None
         self._before: ProcessorUse | None = None
         self._first: LoaderStatistics | None = None
         self._report: ProfileReport | None = None
@@ -61,22 +60,22 @@ class Profile:
         """Stop measuring."""
         self._report = self.report()
         self._recorder.end()
-        replay = self._outer_replay if self._replays else self._counters.replay
-        self._counters.record(without(self._counters.recorder, self._recorder), replay)
+        self._counters.record(without(self._counters.recorder, self._recorder))
+        self._counters.end_replay(self._replay)
 
     def begin(self) -> None:
         """Measure the epochs that begin from now on; once, so that the figures are of one block."""
         if self._before is not None:
             raise LoaderError("this profile has measured a block already: call loader.profile() for each")
         self._before, self._first = processor_use(self._pids()), self._statistics()
-        self._outer_replay = replay = self._counters.replay
         outer = self._counters.recorder
         if self._replays:  # workers, whose times would be those of one batch, are not asked
-            self._counters.record(outer, lambda batches, length: Replay(batches, length, self._recorder))
+            self._counters.begin_replay(self._replay)
         else:
-            self._counters.record(
-                self._recorder if outer is None else Recorders(outer, self._recorder), replay
-            )
+            self._counters.record(self._recorder if outer is None else Recorders(outer, self._recorder))
+
+    def _replay(self, batches: Any, length: int | None) -> Replay:
+        return Replay(batches, length, self._recorder)
 
     def report(self) -> ProfileReport:
         """The figures so far."""
@@ -93,6 +92,7 @@ class Profile:
             first_s=now.wait_for_first_batches_s - first.wait_for_first_batches_s,
             start_s=now.wait_for_starts_s - first.wait_for_starts_s,
             in_process_s=now.in_process_s - first.in_process_s,
+            made_s=now.workers_made_s - first.workers_made_s,  # also of epochs that were begun before it
             spills=now.spills - first.spills,
             **shares,
         )

@@ -45,7 +45,7 @@ def begin(profile_each: Callable[[Callable[[Any], None]], None]) -> None:
 def _begin_in_forked_child() -> None:
     """Profile inherited loaders anew: their parent reports on what it has loaded."""
     for loading in list(_profiled.values()):
-        loading.counters.record(None)
+        loading.counters.forget_profiles()
         if loading.loader() is not None:
             _profile(loading)
 

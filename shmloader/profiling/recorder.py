@@ -219,7 +219,8 @@ class BatchRecorder:
     def _name(self, slow_s: float, indices: list[Any], times: BatchTimes) -> None:
         """Keep the sample, or the samples that were fetched together, if they are among the slowest."""
         slow = indices[times.slowest_begin :][: times.slowest_count or None]
-        if slow[0] is None or slow[0] is True:  # of a stream, whose samples have no indices
+        # An empty index batch, or samples of a stream, which have no indices.
+        if not slow or slow[0] is None or slow[0] is True:
             return
         name = f"dataset[{shown(slow[0])}]" if len(slow) == 1 else f"one of the samples {shown(slow)}"
         self.slowest[name] = max(slow_s, self.slowest.get(name, 0.0))

@@ -11,6 +11,7 @@ import torch
 from shmloader.statistics import Counters, Recorder
 from shmloader.without_waiting import AlwaysHere
 
+_LEAVES = torch.Tensor, np.ndarray, str, bytes, int, float, type(None)
 _BATCHES = 1_000  # of an epoch without a length
 
 
@@ -18,7 +19,8 @@ class Replay(AlwaysHere):
     """Gives the first batch of an iterator as often as the epoch has batches.
 
     The iterator is dropped with its first batch, for which also `try_next` and ``async for`` wait. So its
-    workers end; persistent ones wait. The program may take entries out of a batch, which is copied.
+    workers end; persistent ones wait. The program may take entries out of a batch: its dicts, lists and
+    tuples are copied, tensors are not.
     """
 
     def __init__(self, iterator: Any, length: int | None, recorder: Recorder) -> None:
@@ -43,17 +45,31 @@ class Replay(AlwaysHere):
         if not self._left:
             raise StopIteration
         self._left -= 1
-        is_tuple = type(self._batch) is tuple  # which may hold a dict
-        batch = tuple(map(_copied, self._batch)) if is_tuple else _copied(self._batch)
+        batch = _copied(self._batch, {})
         self._recorder.end_next(0, 0)
         return batch
 
 
-def _copied(part: Any) -> Any:
-    """A copy, one level deep. Tensors, arrays, and what cannot be copied, are given themselves."""
-    if isinstance(part, (torch.Tensor, np.ndarray, tuple)):
+def _copied(part: Any, known: dict[int, Any]) -> Any:
+    """A copy, of dicts, lists and tuples with what they hold, each of them once: ``known`` are those so far.
+
+    Leaves, and what cannot be copied, are given themselves.
+    """
+    if isinstance(part, _LEAVES):
         return part
+    if isinstance(part, tuple):
+        make = tuple if type(part) is tuple else getattr(part, "_make", None)  # a named one, or torch.Size
+        return part if make is None else make(_copied(each, known) for each in part)
+    if id(part) in known:
+        return known[id(part)]
     try:
-        return copy.copy(part)
+        copied = known[id(part)] = copy.copy(part)
+        # Not by methods of a subclass, which may run the program's code.
+        if isinstance(part, dict):
+            for key, value in dict.items(part):
+                dict.__setitem__(copied, key, _copied(value, known))
+        elif isinstance(part, list):
+            list.__setitem__(copied, slice(None), [_copied(each, known) for each in list.__iter__(part)])
     except Exception:  # noqa: BLE001 - of a class of the program's
         return part
+    return copied

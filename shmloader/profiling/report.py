@@ -90,7 +90,6 @@ class ProfileReport:
             batches=sums.batches,
             total_s=total_s,
             wait_s=sums.wait_s,
-            made_s=sums.fetch_s + sums.collate_s + sums.write_s,
             held=sums.held,
             profiled=profiled,
         )

@@ -86,6 +86,20 @@ def test_other_programs_are_blamed_only_if_the_workers_would_keep_up_without_the
     assert cause(usable_cores=2, foreign_cores=1.5, profiled=profiled) is expected
 
 
+def test_shares_are_of_what_was_measured_and_busy_workers_of_all() -> None:
+    """Of an epoch that was begun before the profile, a part or all is not measured."""
+    none = replace(NOTHING, fetch_s=0.0, cpu_s=0.0)
+    others = {"usable_cores": 2, "foreign_cores": 1.5}
+    assert cause(**others, profiled=none) is Cause.WORKERS
+    assert "A profile of more epochs says" in judge(replace(WAITS, usable_cores=2, profiled=none)).text
+    half = replace(NOTHING, fetch_s=39.0, cpu_s=39.0)
+    assert "39.0 s of 39.0 s (100%)" in judge(replace(WAITS, usable_cores=2, profiled=half)).text
+    assert cause(**others, profiled=replace(half, cpu_s=7.5, delay_s=31.5)) is Cause.FOREIGN
+    assert cause(**others, profiled=replace(half, cpu_s=20.0, delay_s=19.0)) is Cause.FETCH
+    assert cause(profiled=replace(half, excess_s=20.0)) is Cause.SLOW_SAMPLE
+    assert cause(profiled=replace(half, fetch_s=24.0, write_s=15.0)) is Cause.COPIED
+
+
 def test_workers_that_wait_for_a_disk_need_no_cores() -> None:
     waiting = replace(NOTHING, cpu_s=5.0)
     assert cause(foreign_cores=5.9, profiled=waiting) is Cause.TOO_FEW

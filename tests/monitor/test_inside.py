@@ -218,6 +218,33 @@ def test_loaders_that_are_equal_are_looked_at_one_by_one(reports: list[Report]) 
     assert len(inside._seen) == known - 2
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_is_owned_is_the_same_in_loaders_made_anew_and_another_in_each_dataset(
+    reports: list[Report], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_epoch(loader: Any) -> None:
+        iter(loader)
+
+    if method == "spawn":  # its workers are not needed
+        monkeypatch.setattr(TorchLoader, "_get_iterator", lambda loader: iter(()))
+    datasets = [Samples(rows()), Samples(rows())]
+    loaders = [loader_of(dataset, method) for dataset in datasets * 2]
+    for each in loaders:
+        run_epoch(each)
+    owned = list(dict.fromkeys((report.loader, report.owned) for report in reports))
+    assert [owner for _, owner in owned] == [id(dataset.samples) for dataset in datasets] * 2
+
+
+def test_a_dataset_that_cannot_be_looked_at_is_known_by_itself(
+    reports: list[Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmloader.monitor.inside.Graph", None)
+    train = Samples([])
+    list(loader_of(train))
+    assert reports[0].error
+    assert reports[0].owned == id(train)
+
+
 def test_after_stop_nothing_is_reported() -> None:
     before = vars(TorchLoader)["__iter__"]
     found: list[Report] = []

@@ -238,6 +238,19 @@ def test_loaders_that_are_made_anew_for_each_epoch_are_one_finding() -> None:
     assert len({one.about for one in found}) == 3, "train.samples, rows, validation.samples"
 
 
+def test_loaders_of_one_name_over_different_data_are_findings_of_their_own() -> None:
+    """And so is one whose dataset could not be looked at, beside a process that grows unexplained."""
+    monitor, last = grown(*(40 * MB * number for number in range(8)))
+    growths = monitor.growths(last)
+    one = replace(REPORT, owner="loader.dataset.samples", owned=1)
+    failed = replace(REPORT, owner="", nbytes=0, error="RecursionError('too deep')", owned=3)
+    reports = [one, replace(one, loader=2, owned=2), replace(failed, loader=3), replace(failed, loader=4)]
+    about = {found.about for found in find(reports, growths, looks_inside=True)}
+    assert len(about) == 3
+    alone = {found.about for found in find([], {7: growths[8]}, looks_inside=True)}
+    assert len(about | alone) == 4
+
+
 def test_an_owner_that_is_too_small_is_not_the_cause() -> None:
     small = Report(7, 1, "train", "fork", (8,), "train.samples", 10 * MB, is_shareable=True)
     growing = [40 * MB * number for number in range(8)]

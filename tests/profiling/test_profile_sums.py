@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 from loading import Numbered
 from torch.utils.data import IterableDataset
 
 from shmloader import DataLoader
+from shmloader.verdict import Cause
 
 STEP_S = 0.02
 
@@ -77,6 +79,25 @@ def test_samples_of_a_stream_are_not_named(num_workers: int) -> None:
     assert "slowest" not in str(profile)
 
 
+class AtOnce(Numbered):
+    """One call fetches samples, also none, and takes long enough for them to be named."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(0.006)
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_without_samples_is_measured_and_names_none(num_workers: int) -> None:
+    loader = DataLoader(
+        AtOnce(4), batch_sampler=[[0, 1], [], [2, 3]], collate_fn=len, num_workers=num_workers
+    )
+    with loader, loader.profile() as profile:
+        assert list(loader) == [2, 0, 2]
+    assert profile.report().batches == 3
+    assert len(profile.report().slowest) == 2
+
+
 def test_a_worker_that_replaces_another_is_measured() -> None:
     with DataLoader(
         Numbered(160, delay_s=0.002), 4, num_workers=2, persistent_workers=True, worker_restarts=3
@@ -97,6 +118,29 @@ def test_times_of_an_epoch_that_began_before_the_profile_do_not_count() -> None:
         with loader.profile() as inner:
             list(batches)
     assert inner.report().made == ()
+
+
+@pytest.mark.parametrize("batches", [4, 8])
+def test_the_verdict_counts_what_workers_made_of_an_epoch_that_was_begun_before_the_profile(
+    batches: int,
+) -> None:
+    """They have not measured it: of four batches none, of eight half."""
+    with DataLoader(
+        Numbered(batches * 2, delay_s=0.3), 2, num_workers=2, persistent_workers=True, prefetch_epochs=True
+    ) as loader:
+        list(loader)
+        before_s = loader.statistics().workers_made_s
+        with loader.profile() as profile:
+            list(loader)
+        assert loader.statistics().epochs_prefetched == 1
+        made_s = loader.statistics().workers_made_s - before_s
+    assert len(profile.report().made) <= batches - 4
+    assert made_s >= batches * 2 * 0.3
+    verdict = profile.report().verdict
+    assert verdict.cause not in {Cause.TOO_LITTLE, Cause.FOREIGN, Cause.SLOW_SAMPLE, Cause.UNEVEN}, (
+        verdict.text
+    )
+    assert "0.0 s of 0.0 s" not in verdict.text
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

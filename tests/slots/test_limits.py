@@ -5,14 +5,16 @@ import errno
 import json
 import os
 import resource
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_places import cgroup, entering, memory_cgroup, run_in
 
-from shmloader import SharedMemoryExhausted
+from shmloader import DataLoader, SharedMemoryExhausted
 from shmloader.memory import limits
 
 MIB = 2**20
@@ -81,7 +83,34 @@ def test_ranks_share_the_cores_that_their_launcher_has_given_them_all(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(counts[pid])))
     monkeypatch.setattr(limits, "_cpu_quota", lambda folder: quota)
     monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [Path("/")])
+    monkeypatch.setattr(limits, "_launchers_cores", limits._launchers_cores.__wrapped__)
     assert limits.cores().usable == usable
+
+
+BIND = """
+import os, sys
+if sys.argv[1] == "bound":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+os.environ["LOCAL_WORLD_SIZE"] = "4"
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+RANKS = "from shmloader.memory import limits; print(limits.cores().ranks)"
+IN_CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a launcher cannot bind ranks to one core")
+@pytest.mark.parametrize(("bound", "ranks"), [("bound", 1), ("together", 4)])
+@pytest.mark.parametrize("between", ["nothing", "a shell", "the rank itself"])
+def test_ranks_keep_cores_of_their_own_whatever_stands_between_them_and_the_launcher(
+    between: str, bound: str, ranks: int
+) -> None:
+    rank = {
+        "nothing": [sys.executable, "-c", RANKS],
+        "a shell": ["bash", "-c", '"$@"; exit', "bash", sys.executable, "-c", RANKS],
+        "the rank itself": [sys.executable, "-c", IN_CHILD, RANKS],
+    }
+    out = subprocess.check_output([sys.executable, "-c", BIND, bound, *rank[between]], text=True)
+    assert int(out) == ranks
 
 
 PROCESSOR_TIMES = """cpu  9000 900 900 9000 900 90 90 90 0 0
@@ -108,13 +137,41 @@ def test_what_others_use_is_unknown_where_this_process_has_a_part_of_its_cores_t
     shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = limits.Cores(8, 8, 2.0 if shared == "by a quota" else None, 8)
-    monkeypatch.setattr(limits, "cores", lambda: cores)
+    monkeypatch.setattr(limits, "_cores", lambda affinity, quotas: cores)
     if shared == "by ranks":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     before = limits.processor_use()
     assert (before.busy_s is None) == (shared != "not")
     later = before._replace(at_s=before.at_s + 2.0, busy_s=before.busy_s and before.busy_s + 6.0)
     assert later.shares_since(before)["foreign_cores"] == (3.0 if shared == "not" else 0.0)
+
+
+def test_what_others_use_is_unknown_since_a_moment_at_which_this_process_had_other_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time of a core that it had not then began with the machine."""
+    monkeypatch.setattr(limits, "_cgroups", lambda controller, pid=None: [])
+    before = limits.processor_use()
+    assert before.busy_s is not None
+    wider = before._replace(at_s=before.at_s + 2.0, busy_s=before.busy_s + 9e6, affinity=frozenset({1 << 20}))
+    assert wider.shares_since(before)["foreign_cores"] == 0.0
+    assert wider._replace(at_s=wider.at_s + 2.0).shares_since(wider)["foreign_cores"] == 0.0
+
+
+def test_a_reading_of_processor_time_reads_each_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DataLoader([1, 2, 3, 4], num_workers=1) as loader:
+        list(loader)
+        read: list[str] = []
+        of_path = Path.read_text
+
+        def counted(path: Path, *args: Any, **kwargs: Any) -> str:
+            read.append(str(path))
+            return of_path(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "read_text", counted)
+        loader.statistics()
+    assert "/proc/self/cgroup" in read
+    assert len(read) == len(set(read))
 
 
 def _ask(setup: str, expression: str) -> object:

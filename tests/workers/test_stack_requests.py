@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from loading import HeldAt, Numbered
 
 from shmloader import DataLoader, WorkerTimeout
@@ -78,6 +80,47 @@ def test_a_batch_that_comes_while_the_stack_is_asked_for_is_returned(
         monkeypatch.setattr(iterator._all_workers, "stack_of", answer_meanwhile)
         assert [int(batch[0, 0]) for batch in iterator] == [0, 1]
         assert loader.statistics().worker_restarts == 0
+
+
+class EachHeld(Numbered):
+    """Each of two samples comes once it is released."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.released = [multiprocessing.Event(), multiprocessing.Event()]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.released[index].wait()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_any_workers_batch_that_comes_while_the_stack_is_asked_for_is_returned(
+    restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With in_order=False it is the next one, of whichever worker."""
+    dataset = EachHeld()
+    options = {"batch_size": 1, "num_workers": 2, "timeout": 0.3, "worker_restarts": restarts}
+    with DataLoader(dataset, **options, in_order=False) as loader:
+        iterator = iter(loader)
+        asked: list[int] = []
+
+        def answer_meanwhile(number: int) -> str:
+            asked.append(number)
+            dataset.released[1 - number].set()
+            assert select.select([iterator._all_workers.workers[1 - number].answers_fd], [], [], 60)[0]
+            return "a stack"
+
+        with monkeypatch.context() as patches:
+            patches.setattr(iterator._all_workers, "stack_of", answer_meanwhile)
+            try:
+                first = int(next(iterator)[0, 0])
+            finally:
+                for event in dataset.released:
+                    event.set()
+        assert asked == [1 - first]
+        assert loader.statistics().worker_restarts == 0
+        assert _next_in_time(iterator) == asked[0]
 
 
 def _next_in_time(iterator: Any) -> int:
