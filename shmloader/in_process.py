@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import time
 import weakref
@@ -68,7 +69,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
             self._seeds = SampleSeeds(Generators(worker_seeds(seeds[0], 0)), seeds[0], in_thread=False)
             dataset = before_each_sample(dataset, rules, self._seeds.seed_next)
         self._setup = DatasetSetup()
-        self._end_setup = weakref.finalize(self, self._setup.end)  # also of a pass that is left
+        _open.add(self._setup)
         self._setup.begin(info_without_workers(self._dataset))
         self._dataset_fetcher = make_fetcher(dataset, rules)
         self._dataset_fetcher.measure(self._probe)
@@ -90,7 +91,8 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
         # First the stream ends: its ``finally`` blocks may need what was set up. `__init__` may have raised.
         own = vars(self)
         own.pop("_dataset_fetcher", None)
-        own.get("_end_setup", lambda: None)()
+        if "_setup" in own:
+            self._setup.end()
 
     def __del__(self) -> None:
         self._end()
@@ -99,15 +101,24 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
         returned = vars(self).get("_num_yielded", 0)  # `__init__` may have raised
         return f"<{type(self).__name__}: {returned} batches of this epoch returned, no workers>"
 
+    @torch_private.never_compiled
     def __next__(self, waits: bool = True) -> Any:
-        # torch's own opens a profiler range, which takes longer than a small batch, and warns of a stream
-        # that is longer than len(loader) has said.
-        len_called: Any = self._IterableDataset_len_called
-        if len_called is not None or torch_private.profiler_enabled():
-            return super().__next__()
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
+        progress = self._progress
+        done_before = progress.done
+        try:
+            # torch's own opens a profiler range, which takes longer than a small batch, and warns of a stream
+            # that is longer than len(loader) has said.
+            len_called: Any = self._IterableDataset_len_called
+            if len_called is not None or torch_private.profiler_enabled():
+                return super().__next__()
+            batch = self._next_data()
+            self._num_yielded += 1
+            return batch  # noqa: TRY300 - an interrupt before the return must be caught
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C: the program has not had this batch
+                progress.take_back(done_before)
+                self._interrupted = True
+            raise
 
     def _next_index(self) -> Any:
         progress = self._progress
@@ -119,7 +130,6 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
             if self._position not in self._behind:
                 return index_batch
 
-    @torch_private.never_compiled
     def _next_data(self) -> Any:
         self._calls.append(None)
         try:
@@ -144,7 +154,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
                 if self._stream is not None:
                     self._stream.end_epoch(self._progress)
                 self._progress.end()
-                self._end_setup()
+                self._setup.end()
                 self._counters.of(ReportCounts).warn(self._on_error)
                 raise
             except BaseException as error:
@@ -200,9 +210,9 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
             raise
         except BaseException as error:
             self._report = self._dataset_fetcher.place()
-            if isinstance(error, Exception):  # not Ctrl-C: the program has not had this batch
+            if isinstance(error, Exception):
                 self._note_taken(returned=False)
-            self._interrupted = not isinstance(error, Exception)
+                self._interrupted = False
             self._counters.add("failures")
             told = Report(bad_samples=self._dataset_fetcher.take_bad_samples())
             self._counters.of(ReportCounts).take(told, self._counters.batches)
@@ -224,3 +234,13 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
             for position in range(self._progress.taken, self._position + 1):
                 if position not in self._behind:
                     self._progress.take(position, returned=returned and position == self._position)
+
+
+_open: weakref.WeakSet[DatasetSetup] = weakref.WeakSet()
+"""Those of passes that live. A pass ends its own as it dies; `weakref.finalize` would keep its dataset."""
+
+
+@atexit.register
+def _end_with_program() -> None:
+    for setup in list(_open):
+        setup.end()

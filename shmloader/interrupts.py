@@ -1,19 +1,21 @@
 """Interrupts: Ctrl-C and other exceptions that come between any two instructions.
 
 A signal handler that raises and an exception that another thread injects are of the same kind.
-`HeldInterrupts` holds Ctrl-C back while it would leak a process or a descriptor. `Lifecycle` knows whether
-one has cut ``next()`` short: then a batch may be lost, and the iterator must not continue as if nothing had
-happened.
+`HeldInterrupts` holds signal handlers back while they would leak a process or a descriptor. `Lifecycle` knows
+whether one has cut ``next()`` short: then a batch may be lost, and the iterator must not continue as if
+nothing had happened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self, TypeVar
@@ -27,36 +29,78 @@ _LEAVE_S = 1.0  # how long another thread may take to leave `next()` after the l
 
 
 class HeldInterrupts:
-    """A context manager that holds back SIGINT's handler until its end, and then calls it.
+    """A context manager that holds signal handlers back until its end, and then calls those that are due.
 
     Outside the main thread it does nothing: Python runs handlers in the main thread only. A signal mask does
     not suffice: the system gives the signal to any thread that does not block it, such as a library's.
 
     Attributes:
-        came: Whether an interrupt has come since the beginning.
+        came: Whether SIGINT has come since the beginning.
     """
 
     def __init__(self) -> None:
         self.came = False
-        self._handler: Any = None
+        self._handlers: dict[int, Any] = {}
+        self._frames: dict[int, FrameType | None] = {}  # by signals that came
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+        self.came = self.came or number == signal.SIGINT
+        self._frames[number] = frame
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):  # not ignored, not the system's default, not one of C
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+            try:
+                for number in _HELD:
+                    handler = signal.getsignal(number)
+                    if callable(handler):  # not ignored, not the system's default, not one of C
+                        self._handlers[number] = handler
+                        signal.signal(number, self._note)
+                _holding.append(self)
+            except BaseException:  # of a handler that is not held yet
+                self.give_back()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None:
-            handler, self._handler = self._handler, None
-            signal.signal(signal.SIGINT, handler)
-            if self.came:
-                handler(signal.SIGINT, None)
+        if self._handlers:
+            try:
+                self.give_back()
+            finally:
+                self._call_handlers()
+
+    def give_back(self) -> None:
+        """Give the signals to their handlers again, but for those to which the program gave another one."""
+        try:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, handler)
+            if self in _holding:
+                _holding.remove(self)
+        except BaseException:  # of a handler that was given its signal
+            self.give_back()
+            raise
+
+    def _call_handlers(self) -> None:
+        while self._frames:
+            number, frame = self._frames.popitem()
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self._call_handlers()
+
+
+_NAMES = "SIGINT SIGTERM SIGHUP SIGQUIT SIGALRM SIGVTALRM SIGPROF SIGUSR1 SIGUSR2 SIGXCPU SIGCONT SIGTSTP"
+_HELD = [vars(signal)[name] for name in _NAMES.split() if name in vars(signal)]  # Windows has two
+_holding: list[HeldInterrupts] = []  # innermost last
+
+
+def _give_back_in_child() -> None:
+    for held in reversed(_holding[:]):
+        held.give_back()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 class Phase(enum.Enum):
@@ -156,9 +200,13 @@ class Lifecycle:
             self.expect(error)
             raise
 
+    def is_expected(self, error: BaseException) -> bool:
+        """Whether an exception is the one that was marked last."""
+        return error is self._expected
+
     def is_from_outside(self, error: BaseException) -> bool:
-        """Whether an exception comes from outside, as Ctrl-C does, and is not one that was marked last."""
-        return not isinstance(error, Exception) and error is not self._expected
+        """Whether an exception comes from outside, as Ctrl-C does, while the program's code makes a batch."""
+        return error is not self._expected and (not isinstance(error, Exception) or _is_of_a_handler(error))
 
     def fail(self, error: BaseException) -> None:
         """End a call that raises."""
@@ -179,6 +227,13 @@ class Lifecycle:
         """Wait a moment until other threads have left, after the workers' wait was interrupted."""
         if self._lock.acquire(timeout=_LEAVE_S):
             self._lock.release()
+
+
+def _is_of_a_handler(error: BaseException) -> bool:
+    """Whether a Python function that handles signals has raised an exception, or code that it called."""
+    handlers = [handler for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)]
+    codes = {getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_led_to_by_close(error: BaseException, interrupted: bool) -> bool:

@@ -6,6 +6,8 @@ which batch is next, and the iterator returns it.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import pickle
 import weakref
@@ -85,8 +87,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         workers: Workers | None = None
         try:
             workers = self._all_workers = self._start_workers(one_pass, auto)
-            # Runs when the iterator dies and at interpreter exit; refers to the parts, not to the iterator.
-            self._finalizer = weakref.finalize(self, stop_workers, os.getpid(), workers, self.table)
+            self._stop = functools.partial(stop_workers, os.getpid(), workers, self.table)
+            _open.add(self)
             self._exchange = exchange = Exchange(
                 self.table, workers, self._lifecycle, settings.worker_restarts, self._timeout
             )
@@ -138,6 +140,8 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             lifecycle.phase = IDLE
         except BaseException as error:
             lifecycle.fail(error)
+            if interrupts.is_led_to_by_close(error, self._all_workers.interrupted):
+                raise interrupts.closed_meanwhile(self._all_workers.closed_because) from error
             raise
 
     def _begin_epoch(self, one_pass: Pass, *, further: bool) -> None:
@@ -223,10 +227,9 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             lifecycle.phase = IDLE  # last, by a plain assignment: see `Lifecycle`
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
-            is_from_outside = lifecycle.is_from_outside(error)
-            lifecycle.fail(error)
-            if progress is not None and is_from_outside:
+            if progress is not None and not lifecycle.is_expected(error):
                 progress.take_back(self._done_before)
+            lifecycle.fail(error)
             if self._is_watched and not isinstance(error, NotReady):
                 self._all_workers.tell()
             # No other variable may hold an exception: it would refer to this frame, and so to itself.
@@ -415,8 +418,15 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         """Stop the workers; named as in torch's iterator, where frameworks call it."""
         if self._delivery is not None:
             self._delivery.close()
-        with HeldInterrupts():  # the finalizer runs once, and to its end
-            self._finalizer()
+        self.__del__()
+
+    # NOTE: not `weakref.finalize`, which would hold the workers, and they hold the dataset and `collate_fn`.
+    # If one of those led to the iterator, the garbage collector could never free them.
+    @torch_private.never_compiled
+    def __del__(self) -> None:
+        if "_stop" in vars(self):  # `__init__` may have raised; at the interpreter's end names may be gone
+            with HeldInterrupts():  # `_stop` runs once, and to its end
+                vars(self).pop("_stop", lambda: None)()
 
     def close(self, because: str = "close() was called") -> None:
         """Stop the workers and free the slots; later calls of ``next()`` report the reason."""
@@ -427,3 +437,13 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             self._lifecycle.await_others()
         self._shutdown_workers()
         self._scheduler.discard_early()
+
+
+_open: weakref.WeakSet[SlotIterator] = weakref.WeakSet()
+"""Iterators that may have workers."""
+
+
+@atexit.register
+def _close_with_program() -> None:
+    for iterator in list(_open):
+        iterator.__del__()

@@ -98,7 +98,15 @@ class Loading:
             self._warn_of_set_epoch()
         self.counters.of(ReportCounts).warn(option_of(loader, "on_error"))
         self._check_epoch(loaded)
-        iterator, replay = _delivered(loader, torchs_iter()), self.counters.replay
+        closes, iterator, replay = self.closes, None, self.counters.replay
+        try:
+            iterator = torchs_iter()
+        except AttributeError:  # of the iterator that torch looks up twice
+            if self.closes == closes:
+                raise
+        if iterator is None:
+            raise LoaderClosed("the loader was closed while iter() began an epoch. Call iter(loader) again")
+        iterator = _delivered(loader, iterator)
         return iterator if replay is None else replay(iterator, length_of(loader))
 
     def iterate_async(self, iterator: Any) -> AsyncIterator[Any]:

@@ -236,7 +236,9 @@ class Scheduler:
                     self._exchange.stop_renewing()
                 self._send_early_task()
                 return False
-            self._exchange.lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
+            lifecycle = self._exchange.lifecycle
+            if not lifecycle.is_from_outside(error):
+                lifecycle.expect(error)  # the sampler's own: as in torch, the next call goes on
             raise
         self._exchange.send(worker_id, self._table.epoch, self._sent, index_batch)
         self._sent += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.process
 import os
 import select
 import time
@@ -396,6 +397,8 @@ class ProcessWorkers(BaseWorkers):
         """Close this object's descriptors in a forked child, where they would keep pipes open."""
         for worker in self.workers:
             worker.close_descriptors()
+        # At a child's end multiprocessing ends all that it takes for the child's own.
+        getattr(multiprocessing.process, "_children", set[Any]()).difference_update(self.processes)
         self.workers, self.processes = [], []
         self._wake.close()
         self.closed = True

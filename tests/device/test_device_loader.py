@@ -1,11 +1,13 @@
 """Loaders with real workers, whose accelerator is a scripted driver: batches pinned, and on a device."""
 
+import gc
 import itertools
 import multiprocessing
 import os
 import random
 import subprocess
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -350,6 +352,18 @@ def test_a_closed_loader_keeps_no_slot_for_the_next_batch(driver: ScriptedDriver
     driver.drain()
     assert driver.registered == {}
     del iterator
+
+
+@pytest.mark.parametrize("arguments", [{"device": "cuda"}, {"pin_memory": True}], ids=str)
+def test_a_loader_that_its_dataset_leads_to_is_freed(driver: ScriptedDriver, arguments: dict) -> None:
+    samples = Samples()
+    loader = DataLoader(samples, batch_size=4, num_workers=1, **arguments)
+    samples.iterator = iter(loader)
+    next(samples.iterator)
+    alive = weakref.ref(samples)
+    del samples, loader
+    gc.collect()
+    assert alive() is None  # and with the driver's work done nothing is page-locked: see `driver`
 
 
 def test_the_batch_in_hand_does_not_wait_for_the_next_ones_slot(

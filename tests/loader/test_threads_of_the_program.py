@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from loading import HeldAt, Numbered
+from torch.utils.data import Sampler
 from when_waiting import when_waiting
 
 from shmloader import DataLoader, LoaderClosed, LoaderError
@@ -131,3 +133,44 @@ def test_batches_of_another_thread_count_although_this_one_is_interrupted_meanwh
             next(iterator)
         state = loader.state_dict()
         assert state["batches"] + len(behind(state)) == 4
+
+
+class Closes(Sampler[int]):
+    """A sampler during whose second epoch the loader is closed, as by another thread or a handler."""
+
+    loader: DataLoader[Any]
+
+    def __init__(self, at: int) -> None:
+        self.at = at  # the draw that closes, -1 for the beginning
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        draws = self._draw()
+        if self.at < 0:
+            self.close()
+        return draws
+
+    def _draw(self) -> Iterator[int]:
+        for number in range(8):
+            if number == self.at:
+                self.close()
+            yield number
+
+    def close(self) -> None:
+        if self.epochs == 2:
+            self.loader.close()
+
+
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
+@pytest.mark.parametrize("at", [-1, 0, 1])
+def test_iter_of_a_loader_that_is_closed_meanwhile_says_so(at: int, worker_type: str) -> None:
+    sampler = Closes(at)
+    with DataLoader(
+        Numbered(8), sampler=sampler, num_workers=1, persistent_workers=True, worker_type=worker_type
+    ) as loader:
+        sampler.loader = loader
+        assert len(list(loader)) == 8
+        with pytest.raises(LoaderClosed):
+            iter(loader)
+        assert len(list(loader)) == 8

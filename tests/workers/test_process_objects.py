@@ -1,6 +1,7 @@
 """``iterator._workers`` are process objects that answer after the end; an error begins with torch's words."""
 
 import multiprocessing.process
+import multiprocessing.util
 import os
 import signal
 
@@ -67,3 +68,20 @@ def test_one_that_was_replaced_is_replaced_in_the_list() -> None:
         assert [process.is_alive() for process in iterator._workers] == [True, True]
         assert victim.exitcode == -signal.SIGKILL
         assert victim not in iterator._workers
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # Python 3.12
+def test_a_forked_process_that_ends_leaves_them_to_its_parent() -> None:
+    with DataLoader(Numbered(24), batch_size=4, num_workers=2) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                multiprocessing.util._exit_function()  # what multiprocessing does at a process's end
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert len(list(iterator)) == 5

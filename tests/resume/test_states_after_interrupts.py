@@ -1,0 +1,87 @@
+"""States that a program takes after an interrupt of ``next()``: of the batches that it has had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from loading import Numbered
+
+import shmloader
+from shmloader import DataLoader
+
+SOURCES = os.path.dirname(shmloader.__file__)
+HAD = 6  # batches before the interrupt: so many that all slots are mapped
+
+
+class Preempted(Exception):
+    """Raised by the handler of a signal."""
+
+
+class Stopped(BaseException):
+    """Raised by the handler of a signal, and no ``Exception``."""
+
+
+@pytest.fixture(params=[Preempted, Stopped])
+def kind(request: pytest.FixtureRequest) -> Iterator[type[BaseException]]:
+    """The exception that the handler of SIGUSR1 raises."""
+    raised: type[BaseException] = request.param
+
+    def handle(*_: object) -> None:
+        raise raised
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield raised
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupt(iterator: Iterator[Any], at: int) -> bool:
+    """Call ``next()``, with a signal before the ``at``-th line of shmloader; whether it has not so many."""
+    left = at
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        names = {one.f_code.co_name for one in (frame, frame.f_back) if one is not None}
+        if "__del__" in names or not frame.f_code.co_filename.startswith(SOURCES):
+            return None  # Python reports what is raised in `__del__`, and goes on
+        left -= event == "line"
+        if not left:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        next(iterator)
+    finally:
+        sys.settrace(None)
+    return left > 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_interrupt_at_any_line_of_next_is_not_counted(num_workers: int, kind: type[BaseException]) -> None:
+    """Without workers an `Exception` may be a sample's own, which is counted: docs/robustness.md."""
+    if not num_workers and issubclass(kind, Exception):
+        pytest.skip("it counts")
+    arguments = {"worker_type": "thread"} if num_workers else {}
+    at, is_over = 1, False
+    while not is_over:
+        with DataLoader(Numbered(24), batch_size=2, num_workers=num_workers, **arguments) as loader:
+            iterator = iter(loader)
+            had = HAD
+            for _ in range(HAD):
+                next(iterator)
+            try:
+                is_over = interrupt(iterator, at)
+                had += 1
+            except kind:
+                pass
+            state = loader.state_dict()
+        assert state["batches"] == had, f"line {at}"
+        at += 1
+    assert at > 20
