@@ -10,6 +10,19 @@ from types import FrameType
 from typing import Any
 
 
+def alone(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Make a call in which a trace function may raise at any line, and return what it returns.
+
+    CPython takes what is raised so inside a ``with`` for still handled, as the context of all exceptions that
+    come later in this thread. A generator keeps that to itself.
+    """
+
+    def make() -> Iterator[Any]:
+        yield call(*arguments)
+
+    return next(make())
+
+
 def interrupted_at(line: int, call: Any, *arguments: Any) -> bool:
     """Make a call, and interrupt it before its n-th line; whether it had so many."""
     left = line
@@ -28,7 +41,7 @@ def interrupted_at(line: int, call: Any, *arguments: Any) -> bool:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        call(*arguments)
+        alone(call, *arguments)
     except KeyboardInterrupt:
         return True
     finally:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from interrupted_lines import alone
 from torch.utils.data import Dataset
 
 from shmloader import DataLoader
@@ -93,7 +94,7 @@ def test_a_handler_that_raises_while_a_worker_starts_leaves_nothing() -> None:
         loader = DataLoader(Handler(), num_workers=2)
         sys.settrace(trace)
         try:
-            iter(loader)
+            alone(iter, loader)
         except Late:
             pass
         finally:

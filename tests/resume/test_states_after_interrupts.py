@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from interrupted_lines import alone
 from loading import Numbered
 
 import shmloader
@@ -57,7 +58,7 @@ def interrupt(iterator: Iterator[Any], at: int) -> bool:
 
     sys.settrace(trace)
     try:
-        next(iterator)
+        alone(next, iterator)
     finally:
         sys.settrace(None)
     return left > 0

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from interrupted_lines import alone
 from loading import Numbered
 
 import shmloader
@@ -198,7 +199,7 @@ def interrupt_at(line: int, call: Callable[[], object]) -> Interrupted:
 
     sys.settrace(at_call)
     try:
-        call()
+        alone(call)
     except KeyboardInterrupt:
         return Interrupted(place, True)
     finally:

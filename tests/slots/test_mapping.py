@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from interrupted_lines import alone
 from robustness.processes import python
 
 import shmloader
@@ -65,7 +66,7 @@ def is_done_before(instruction: int, action: Callable[[], object]) -> bool:
     sys.settrace(trace)
     here.f_trace_opcodes = True
     try:
-        action()
+        alone(action)
     except _Stop:
         return False
     finally:
