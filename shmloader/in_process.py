@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
+import threading
 import time
 import weakref
 from typing import Any
@@ -18,6 +20,7 @@ from shmloader.indices.packed_indices import Run, pack_index_batch
 from shmloader.indices.samplers import epoch_of, generator_states, states_if_drawn
 from shmloader.interrupts import cannot_go_on
 from shmloader.resume.passes import Pass
+from shmloader.resume.progress import Done
 from shmloader.statistics import Counters
 from shmloader.wire.records import unpack_answer
 from shmloader.wire.stream_records import StreamReport
@@ -56,6 +59,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
         self._calls: list[None] = []  # that make a batch now
         self._stream = one_pass.stream
         self._report: StreamReport | None = None  # of the batch that was fetched last
+        self._noted: tuple[int, Done] | None = None  # the thread that noted a batch, and `done` before that
         self._interrupted = False  # the call before: what it had drawn of a stream is in no batch
         rules = FetchRules.of(settings, None if self._stream is None else self._stream.rules)
         self._recorder = recorder = counters.recorder
@@ -103,8 +107,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
 
     @torch_private.never_compiled
     def __next__(self, waits: bool = True) -> Any:
-        progress = self._progress
-        done_before = progress.done
+        self._noted = None
         try:
             # torch's own opens a profiler range, which takes longer than a small batch, and warns of a stream
             # that is longer than len(loader) has said.
@@ -115,10 +118,16 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
             self._num_yielded += 1
             return batch  # noqa: TRY300 - an interrupt before the return must be caught
         except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C: the program has not had this batch
-                progress.take_back(done_before)
-                self._interrupted = True
+            if not isinstance(error, Exception):
+                self._take_back()
             raise
+
+    def _take_back(self) -> None:
+        """Go back to before the batch that this call has noted: after Ctrl-C the program does not get it."""
+        noted = self._noted
+        if noted is not None and noted[0] == threading.get_ident():  # and no other thread has noted one since
+            self._progress.take_back(noted[1])
+        self._interrupted = True
 
     def _next_index(self) -> Any:
         progress = self._progress
@@ -226,6 +235,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
         return self._counters.of(ReportCounts).take(batch, self._counters.batches)
 
     def _note_taken(self, *, returned: bool) -> None:
+        self._noted = threading.get_ident(), self._progress.done
         if self._stream is not None:
             self._stream.take(self._progress, 0, self._report, returned=returned)
         elif self._progress.done == (self._position,):
@@ -243,4 +253,7 @@ _open: weakref.WeakSet[DatasetSetup] = weakref.WeakSet()
 @atexit.register
 def _end_with_program() -> None:
     for setup in list(_open):
-        setup.end()
+        try:
+            setup.end()
+        except BaseException:  # noqa: BLE001 - Ctrl-C may leave out no other one
+            sys.excepthook(*sys.exc_info())

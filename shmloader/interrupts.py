@@ -55,7 +55,8 @@ class HeldInterrupts:
                     if callable(handler):  # not ignored, not the system's default, not one of C
                         self._handlers[number] = handler
                         signal.signal(number, self._note)
-                _holding.append(self)
+                if self._handlers:
+                    _holding.append(self)
             except BaseException:  # of a handler that is not held yet
                 self.give_back()
                 raise
@@ -232,7 +233,8 @@ class Lifecycle:
 def _is_of_a_handler(error: BaseException) -> bool:
     """Whether a Python function that handles signals has raised an exception, or code that it called."""
     handlers = [handler for handler in map(signal.getsignal, signal.valid_signals()) if callable(handler)]
-    codes = {getattr(getattr(handler, "func", handler), "__code__", None) for handler in handlers} - {None}
+    handlers += [getattr(handler, "func", type(handler).__call__) for handler in handlers]
+    codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 

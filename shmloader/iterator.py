@@ -10,6 +10,7 @@ import atexit
 import functools
 import os
 import pickle
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -445,5 +446,9 @@ _open: weakref.WeakSet[SlotIterator] = weakref.WeakSet()
 
 @atexit.register
 def _close_with_program() -> None:
-    for iterator in list(_open):
-        iterator.__del__()
+    with HeldInterrupts():  # a handler's exception may leave out no iterator
+        for iterator in list(_open):
+            try:
+                iterator.__del__()
+            except Exception:  # noqa: BLE001 - nor may its own
+                sys.excepthook(*sys.exc_info())

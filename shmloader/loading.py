@@ -101,10 +101,10 @@ class Loading:
         closes, iterator, replay = self.closes, None, self.counters.replay
         try:
             iterator = torchs_iter()
-        except AttributeError:  # of the iterator that torch looks up twice
-            if self.closes == closes:
+        except AttributeError as error:  # of the persistent iterator, which torch looks up again
+            if self.closes == closes or (error.obj, error.name) != (None, "_reset"):
                 raise
-        if iterator is None:
+        if iterator is None and self.closes != closes:
             raise LoaderClosed("the loader was closed while iter() began an epoch. Call iter(loader) again")
         iterator = _delivered(loader, iterator)
         return iterator if replay is None else replay(iterator, length_of(loader))

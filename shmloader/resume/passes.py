@@ -139,11 +139,7 @@ class Pass:
         """The index batches from the epoch's place on."""
         settings, loaded, index_sampler = self.settings, self._loaded, self.settings.index_sampler
         if settings.is_iterable:
-            # A stream's index batches are None, or lists of it; True in its place asks for its state.
-            return (
-                batch if not self._is_asked() else True if batch is None else [True] * len(batch)
-                for batch in sampler_iter
-            )
+            return map(self._asking, sampler_iter)  # Ctrl-C inside a generator would end it
         if self._goes_on is not None:
             return self._rest(self._goes_on)
         if loaded is not None and samplers.sampler_with_state(index_sampler) is not None:
@@ -154,6 +150,10 @@ class Pass:
         if samplers.repeats_its_order(index_sampler):
             return sampler_iter
         return track(index_sampler, sampler_iter, threads=settings.worker_type == THREAD)
+
+    def _asking(self, batch: Any) -> Any:
+        """A stream's index batch, None or a list of it; True in its place asks for its state."""
+        return batch if not self._is_asked() else True if batch is None else [True] * len(batch)
 
     def _rest(self, goes_on: State) -> Iterator[Any]:
         """The index batches of an epoch of a map-style dataset, from the place of a state on."""

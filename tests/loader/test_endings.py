@@ -134,3 +134,31 @@ def test_no_descriptor_is_left_where_a_fork_server_tells_late_that_its_workers_h
     command = [*warm_python(), str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+RAISES_AT_EXIT = """
+    class Stop(Exception):
+        pass
+
+    def raise_stop(*_):
+        raise Stop
+
+    signal.signal(signal.SIGUSR1, raise_stop)
+    iterators = [iter(DataLoader(Numbers(), batch_size=2, num_workers=1)) for _ in range(3)]
+
+    def stop_late(stop):
+        signal.raise_signal(signal.SIGUSR1)
+        stop()
+        print("stopped")
+
+    for iterator in iterators:
+        next(iterator)
+        iterator._stop = functools.partial(stop_late, iterator._stop)
+"""
+
+
+def test_a_handler_that_raises_at_the_programs_end_leaves_no_loader_open() -> None:
+    """Else multiprocessing would wait for the workers of the others."""
+    done = run("import functools\n" + textwrap.dedent(RAISES_AT_EXIT))
+    assert done.stdout.split() == ["stopped"] * 3
+    assert done.stderr.count("in raise_stop") == 1

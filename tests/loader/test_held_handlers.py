@@ -54,6 +54,20 @@ def test_each_handler_runs_once_at_the_end_with_its_frame() -> None:
     assert [signal.getsignal(number) for number in SIGNALS] == [handle, handle]
 
 
+def test_programs_without_handlers_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `nohup`: each fork would look through all that was ever held."""
+    holding: list[HeldInterrupts] = []
+    monkeypatch.setattr("shmloader.interrupts._holding", holding)
+    monkeypatch.setattr("shmloader.interrupts._HELD", [signal.SIGVTALRM])
+    with HeldInterrupts():
+        assert not holding
+    assert not holding
+    monkeypatch.setattr("shmloader.interrupts._HELD", SIGNALS)
+    with HeldInterrupts():
+        assert len(holding) == 1
+    assert not holding
+
+
 def test_a_handler_that_is_installed_meanwhile_stays() -> None:
     with HeldInterrupts():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)

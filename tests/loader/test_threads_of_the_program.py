@@ -174,3 +174,38 @@ def test_iter_of_a_loader_that_is_closed_meanwhile_says_so(at: int, worker_type:
         with pytest.raises(LoaderClosed):
             iter(loader)
         assert len(list(loader)) == 8
+
+
+class Mistaken(Sampler[int]):
+    """Closes the loader in its second epoch, and has a mistake of its own there."""
+
+    loader: Any = None
+    epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        if self.epochs == 2:
+            self.loader.close()
+            self.misspelt  # type: ignore[attr-defined]  # noqa: B018
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_a_samplers_own_error_is_told_though_the_loader_is_closed_meanwhile() -> None:
+    sampler = Mistaken()
+    with DataLoader(Numbered(8), sampler=sampler, num_workers=1, persistent_workers=True) as loader:
+        sampler.loader = loader
+        assert len(list(loader)) == 8
+        with pytest.raises(AttributeError, match="misspelt"):
+            next(iter(loader))
+
+
+def test_a_subclass_that_makes_no_iterator_is_told_what_torch_says() -> None:
+    class Without(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match="iter"):
+        iter(Without(Numbered(8)))
