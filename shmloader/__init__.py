@@ -66,7 +66,7 @@ def _host_loading(loader: Any) -> Any:
     return importlib.import_module(f"{__name__}.serving.ranks").host_loading(loader)
 
 
-# The loader may not import this package, which imports it: it looks here for what it needs of it.
+# The loader may not import `serving`, which imports it: it looks here for what it needs of it.
 imported_when_used["host"] = _host_loading
 
 

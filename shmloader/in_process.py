@@ -247,7 +247,7 @@ class InProcessIterator(torch_private.SingleProcessIterator, AlwaysHere):
 
 
 _open: weakref.WeakSet[DatasetSetup] = weakref.WeakSet()
-"""Those of passes that live. A pass ends its own as it dies; `weakref.finalize` would keep its dataset."""
+"""Setups of passes that live. A pass ends its own as it dies; `weakref.finalize` would keep its dataset."""
 
 
 @atexit.register

@@ -49,6 +49,7 @@ class HeldInterrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self.came = any(held.came for held in _holding)  # in one around this: nobody waits any longer
             try:
                 for number in _HELD:
                     handler = signal.getsignal(number)

@@ -450,5 +450,5 @@ def _close_with_program() -> None:
         for iterator in list(_open):
             try:
                 iterator.__del__()
-            except Exception:  # noqa: BLE001 - nor may its own
+            except Exception:  # noqa: BLE001 - of one that cannot be closed
                 sys.excepthook(*sys.exc_info())

@@ -294,9 +294,9 @@ class DataLoader(_Base[_T_co], Generic[_T_co]):
             same keys at any moment. Empty for a DataPipe, with a warning.
 
         Raises:
-            ResumeError: If torch's own workers load, and no DataPipe; while two iterators are in use at once,
-                for a sampler or a dataset whose own state cannot be saved, with ``in_order=False`` if
-                ``shard="auto"`` deals out samples to several workers, and if ``taken`` is more than were
+            ResumeError: If torch's own iterator loads, unless for a DataPipe, while two iterators are in use
+                at once, for a sampler or a dataset whose own state cannot be saved, with ``in_order=False``
+                if ``shard="auto"`` deals out samples to several workers, and if ``taken`` is more than were
                 returned, or too far back.
         """
         return loading_of(self).state_dict(taken)

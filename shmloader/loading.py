@@ -102,7 +102,7 @@ class Loading:
         try:
             iterator = torchs_iter()
         except AttributeError as error:  # of the persistent iterator, which torch looks up again
-            if self.closes == closes or (error.obj, error.name) != (None, "_reset"):
+            if self.closes == closes or error.obj is not None or error.name != "_reset":
                 raise
         if iterator is None and self.closes != closes:
             raise LoaderClosed("the loader was closed while iter() began an epoch. Call iter(loader) again")

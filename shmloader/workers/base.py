@@ -36,7 +36,7 @@ class BaseWorkers(ABC):
 
     def __del__(self) -> None:
         # Usually nothing is left to do. But a Ctrl-C may have cut `__init__` short, or the iterator's
-        # finalizer, which runs only once. At the interpreter's end a module's names may be gone.
+        # `__del__`, which stops them only once. At the interpreter's end a module's names may be gone.
         try:
             if not self.closed:
                 self.close()

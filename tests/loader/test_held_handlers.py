@@ -68,6 +68,16 @@ def test_programs_without_handlers_hold_nothing(monkeypatch: pytest.MonkeyPatch)
     assert not holding
 
 
+def test_ctrl_c_that_came_in_a_block_around_another_one_has_come_there() -> None:
+    """As one loader after the other is closed at the program's end: the wait for none is long."""
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+        with HeldInterrupts() as before:
+            assert not before.came
+        signal.raise_signal(signal.SIGINT)
+        with HeldInterrupts() as after:
+            assert after.came
+
+
 def test_a_handler_that_is_installed_meanwhile_stays() -> None:
     with HeldInterrupts():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
