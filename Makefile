@@ -11,8 +11,9 @@ TORCH := $(shell grep -m1 '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 # Some images set it. Every program would then compile the package anew, and pytest rewrite all tests: a third more.
 export PYTHONDONTWRITEBYTECODE :=
-# Processes of pytest; a third takes the time in which tests wait. One that has run out of tests takes half of another's rest.
-JOBS ?= 3
+# Processes of pytest: two for each of two cores, since tests also wait. One that has run out of tests takes half of
+# another's rest.
+JOBS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Lint runs beside the tests, and what it says comes after them: red if either is.
 BESIDE_LINT = @$(MAKE) --no-print-directory lint >$(VENV)/lint.log 2>&1 & lint=$$!; \
