@@ -136,7 +136,7 @@ PLANTED: dict[Cause, Callable[[], ProfileReport]] = {
         DataLoader(Large([LARGE], 500), None, num_workers=2, collate_fn=torch.from_numpy)
     ),
     Cause.PICKLED: lambda: profiled(
-        DataLoader(Large([OBJECTS], 300), None, num_workers=2, collate_fn=as_it_is)
+        DataLoader(Large([OBJECTS], 1500), None, num_workers=2, collate_fn=as_it_is)
     ),
     Cause.THROTTLED: lambda: load(Samples(16, 0.004)),  # in a cgroup with little of a core
 }
