@@ -31,13 +31,14 @@ from shmloader.errors import (
     WorkerTimeout,
 )
 from shmloader.frameworks import install, uninstall
+from shmloader.frameworks.states import set_epoch
 from shmloader.indices.block_sampler import BlockSampler
 from shmloader.indices.mixture import Mixture
 from shmloader.indices.mixture_sampler import MixtureSampler
 from shmloader.indices.sharded_sampler import ShardedSampler
 from shmloader.indices.token_batches import TokenBatchSampler
 from shmloader.loader import DataLoader
-from shmloader.loading import imported_when_used, set_epoch
+from shmloader.loading import imported_when_used
 from shmloader.resume.skipping import skip_batches
 from shmloader.sources import why_per_sample
 from shmloader.statistics import AutotuneReport, BadSample, LoaderStatistics

@@ -6,12 +6,9 @@ which batch is next, and the iterator returns it.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import pickle
-import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +38,7 @@ from shmloader.wire.records import REPORTED
 from shmloader.wire.stream_records import StreamReport
 from shmloader.without_waiting import WithoutWaiting
 from shmloader.worker.epoch_settings import EpochCall, EpochSettings
-from shmloader.workers import Workers, start_workers, stop_workers
+from shmloader.workers import Workers, start_workers, stop_with_program, stop_workers
 
 if TYPE_CHECKING:
     from shmloader.exchange.delivery import Delivery
@@ -89,7 +86,7 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
         try:
             workers = self._all_workers = self._start_workers(one_pass, auto)
             self._stop = functools.partial(stop_workers, os.getpid(), workers, self.table)
-            _open.add(self)
+            stop_with_program(self)
             self._exchange = exchange = Exchange(
                 self.table, workers, self._lifecycle, settings.worker_restarts, self._timeout
             )
@@ -438,17 +435,3 @@ class SlotIterator(torch_private.OwnOrder, WithoutWaiting):
             self._lifecycle.await_others()
         self._shutdown_workers()
         self._scheduler.discard_early()
-
-
-_open: weakref.WeakSet[SlotIterator] = weakref.WeakSet()
-"""Iterators that may have workers."""
-
-
-@atexit.register
-def _close_with_program() -> None:
-    with HeldInterrupts():  # a handler's exception may leave out no iterator
-        for iterator in list(_open):
-            try:
-                iterator.__del__()
-            except Exception:  # noqa: BLE001 - of one that cannot be closed
-                sys.excepthook(*sys.exc_info())

@@ -412,25 +412,8 @@ def _warn_of_another(loader: Any) -> None:
             )
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
-    """`DataLoader.set_epoch` for any loader of torch's class, which has no such method under `install`.
-
-    Args:
-        loader: The loader, or what accelerate or Fabric has made from it.
-        epoch: The number.
-    """
-    for inside, count in (("base_dataloader", "iteration"), ("_dataloader", "_num_iter_calls")):
-        if hasattr(loader, inside):
-            setattr(loader, count, epoch)  # from which the framework counts on
-            loader = getattr(loader, inside)
-    loading_of(loader).set_epoch(epoch)
-
-
 imported_when_used: dict[str, Callable[[Any], Any]] = {}
-"""Makers of what packages have that the loader may not import; `shmloader` enters them here.
-
-``host`` makes the `Loading` of a loader with ``shared_by="host"``.
-"""
+"""Makers of a `Loading`, by ``shared_by``; `shmloader` enters those that the loader may not import."""
 
 
 def _new_loading(loader: Any) -> Loading:

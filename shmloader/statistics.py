@@ -319,7 +319,7 @@ class Counters:
 
     @property
     def replay(self) -> _Replay | None:
-        """What replaces iterators now."""
+        """The function that makes a replay of each new iterator; None while nothing is replayed."""
         return self.replays[-1] if self.replays else None
 
     def add(self, name: _Rare, count: int = 1) -> None:

@@ -72,7 +72,7 @@ class _LargeBytesPickler(_BatchPickler):
         self._met: dict[int, LargeBytes] = {}  # by `id`: one object in two places stays one
 
     def persistent_id(self, obj: Any) -> LargeBytes | None:
-        """What to pickle in the place of large bytes; None for other objects."""
+        """A stand-in for large bytes, which is pickled in their place; None for other objects."""
         if type(obj) is not bytes or len(obj) < LARGE_NBYTES:
             return None
         return self._met.setdefault(id(obj), LargeBytes(obj))

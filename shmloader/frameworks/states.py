@@ -1,4 +1,4 @@
-"""States of loaders of torch's class, under ``install(stateful=True)``.
+"""States of loaders of torch's class, under ``install(stateful=True)``, and their epochs.
 
 Frameworks ask every loader that has ``state_dict()`` for its state, whether the program wants it or not. So a
 loader that does not know its place gives an empty state. Loading an empty state does nothing.
@@ -51,3 +51,17 @@ def state_dict(loader: Any, *, taken: int | None = None) -> dict[str, Any]:
         dataset = type(loader.dataset).__qualname__
         warn(f"the state of a loader of {dataset} is empty, and cannot be resumed: {error}")
         return {}
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """`DataLoader.set_epoch` for any loader of torch's class, which has no such method under `install`.
+
+    Args:
+        loader: The loader, or what accelerate or Fabric has made from it.
+        epoch: The number.
+    """
+    for inside, count in (("base_dataloader", "iteration"), ("_dataloader", "_num_iter_calls")):
+        if hasattr(loader, inside):
+            setattr(loader, count, epoch)  # from which the framework counts on
+            loader = getattr(loader, inside)
+    loading_of(loader).set_epoch(epoch)

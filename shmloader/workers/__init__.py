@@ -7,8 +7,11 @@ its own (a pidfd, elsewhere the process sentinel), waited for together with the 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import sys
+import weakref
 from typing import Any
 
 import torch
@@ -74,3 +77,22 @@ def stop_workers(owner_pid: int, workers: Workers, table: PlaceTable) -> None:
             table.close()
     else:
         workers.leave_to_parent()
+
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Iterators that may have workers."""
+
+
+def stop_with_program(iterator: Any) -> None:
+    """Have an iterator that lives at the program's end stop its workers, by its `__del__`."""
+    _open.add(iterator)
+
+
+@atexit.register
+def _stop_all() -> None:
+    with HeldInterrupts():  # a handler's exception may leave out no iterator
+        for iterator in list(_open):
+            try:
+                iterator.__del__()
+            except Exception:  # noqa: BLE001 - of one that cannot be closed
+                sys.excepthook(*sys.exc_info())

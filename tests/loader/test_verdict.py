@@ -123,6 +123,11 @@ def test_more_workers_for_a_stream_have_to_divide_it() -> None:
     assert "num_workers=2 is enough" in judge(replace(WAITS, throttled_share=0.5)).text
 
 
+BUSY = LoaderStatistics(
+    batches=500, iterating_s=40.0, wait_for_workers_s=30.0, workers_made_s=78.0, num_workers=2
+)
+
+
 @pytest.mark.parametrize(
     ("report", "expected"),
     [
@@ -135,29 +140,14 @@ def test_more_workers_for_a_stream_have_to_divide_it() -> None:
 def test_auto_is_named_only_where_it_chooses_the_number_of_workers(
     report: AutotuneReport, expected: Cause
 ) -> None:
-    figures = LoaderStatistics(
-        batches=500,
-        iterating_s=40.0,
-        wait_for_workers_s=30.0,
-        workers_made_s=78.0,
-        num_workers=2,
-        usable_cores=8,
-        autotune=report,
-    )
+    figures = replace(BUSY, usable_cores=8, autotune=report)
     assert judge(figures.evidence()).cause is expected
     assert ("'auto'" in figures.verdict) == (expected is Cause.WORKERS)
 
 
 def test_statistics_pass_on_what_they_know() -> None:
     report = AutotuneReport(2, 2, True, 40, "one worker for each of 2 usable cores")
-    figures = LoaderStatistics(
-        batches=500,
-        iterating_s=40.0,
-        wait_for_workers_s=30.0,
-        workers_made_s=78.0,
-        num_workers=2,
-        autotune=report,
-    )
+    figures = replace(BUSY, autotune=report)
     assert report.why in figures.verdict
     assert "66 batches in 70 slots" in replace(figures, slots_leased=66, slots_free=4).verdict
     assert "used up in 50% of" in replace(figures, throttled_share=0.5, usable_cores=1).verdict
